@@ -1,0 +1,5 @@
+import sys
+
+from hvd_ddp.main import main
+
+sys.exit(main())

@@ -1,0 +1,149 @@
+"""TrainConfig: every option of `train`, each default once."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+BackendName = Literal["auto", "ddp", "horovod", "local"]
+TransportName = Literal["auto", "nccl", "gloo", "mpi"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+OptimizerName = Literal["sgd", "adam", "adamw"]
+ScheduleName = Literal["constant", "cosine", "step"]
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+
+
+def free(default: Any) -> Any:
+    """A field that may change between two starts of one run; all others may not."""
+    return field(default=default, metadata={"may_change": True})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Options of one training run. Batch sizes and learning rates are those of the whole job, whatever its ranks."""
+
+    # where
+    backend: BackendName = free("auto")
+    """How gradients move. auto: horovod under horovodrun, else ddp with several ranks, else local."""
+    transport: TransportName = free("auto")
+    """What carries them: nccl, gloo (both backends) or mpi (horovod)."""
+    device: DeviceName = free("auto")
+    """auto: cuda where there is a GPU, else cpu."""
+    nproc: int | None = free(None)
+    """Start this many ranks on this machine."""
+    threads: Literal["auto"] | int = free("auto")
+    """CPU threads a rank. auto: cores of the node over ranks of the node, under every launcher."""
+
+    # data and model
+    data: str = "digits"
+    """digits or fashion_mnist."""
+    data_dir: Path | None = free(None)
+    """Folder of the data set's files."""
+    model: str = "convnet"
+    """convnet, or module:factory with factory(num_classes) -> nn.Module."""
+    init: Path | None = None
+    """Checkpoint or state dict to take the first weights from (nothing else of it)."""
+
+    # length
+    epochs: int = free(12)
+    """Passes over the training set."""
+    max_steps: int | None = free(None)
+    """Optimizer steps, instead of epochs."""
+
+    # batch
+    global_batch: int = 64
+    """Samples an optimizer step, over all ranks."""
+    accumulate: int = free(1)
+    """Micro-batches that each rank cuts its share of a global batch into."""
+
+    # optimizer
+    optimizer: OptimizerName = "adam"
+    """Update rule; torch's own, one tensor at a time."""
+    lr: float = 1e-3
+    """Learning rate after the warm-up."""
+    momentum: float = 0.9
+    """Momentum of sgd."""
+    weight_decay: float = 0.0
+    """Weight decay; decoupled for adamw, added to the gradient for sgd and adam."""
+    schedule: ScheduleName = "constant"
+    """constant; cosine: down to zero at the last step; step: times decay-factor every decay-every epochs."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the rate rises linearly from zero."""
+    decay_every: int = 30
+    """Epochs between two drops of the step schedule."""
+    decay_factor: float = 0.1
+    """What the step schedule multiplies the rate by."""
+    clip_norm: float | None = None
+    """Largest 2-norm of the whole gradient."""
+    label_smoothing: float = 0.0
+    """Share of the target spread over all classes, 0 to 1."""
+
+    # numbers
+    precision: Precision = "fp32"
+    """fp64 and fp32 throughout; bf16 and fp16 by autocast, parameters in fp32."""
+    seed: int = 0
+    """Weights, data order and dropout follow from it."""
+    find_unused_parameters: bool = free(False)
+    """Allow parameters that get no gradient in a step, on some ranks or on all; costs one small all_reduce a step."""
+
+    # run
+    run_dir: Path | None = free(None)
+    """Where everything is written. None: runs/job-<id> under a scheduler, else runs/<time>-<data>-<model>."""
+    resume: str = free("auto")
+    """auto: go on from what the run directory holds; never; or a checkpoint file of any run."""
+    save_every: int | None = free(None)
+    """Steps between two checkpoints. None: one an epoch."""
+    keep: int = free(3)
+    """Checkpoints to keep."""
+    eval_every: int = free(1)
+    """Epochs between two evaluations."""
+    log_every: int = free(10)
+    """Steps between two lines of metrics."""
+
+    # faults
+    start_timeout: float = free(300.0)
+    """Seconds to wait for all ranks at the start."""
+    timeout: float = free(300.0)
+    """Seconds of silence after which a peer counts as dead."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that can't work, whatever the data, the launcher or the machine."""
+        for name in ("epochs", "max_steps", "global_batch", "accumulate", "decay_every", "save_every", "keep",
+                     "eval_every", "log_every", "nproc", "threads"):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{_flag(name)} is `{value}`: nothing would be done. Give a whole number from 1 up.")
+        for name in ("lr", "start_timeout", "timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{_flag(name)} is `{getattr(self, name)}`. Give a number above 0.")
+        for name in ("momentum", "weight_decay", "warmup_steps", "seed"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{_flag(name)} is `{getattr(self, name)}`. Give 0 or more.")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"--clip-norm is `{self.clip_norm}`: every step would be zero. Give a number above 0.")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"--label-smoothing is `{self.label_smoothing}`. Give a number from 0 to below 1.")
+        if self.backend == "ddp" and self.transport == "mpi":
+            raise ValueError(
+                "--backend ddp cannot use --transport mpi: torch's wheels have no MPI. "
+                "Use --transport gloo, or --backend horovod."
+            )
+        if self.backend == "local" and self.nproc is not None and self.nproc > 1:
+            raise ValueError(f"--backend local is one process, --nproc is `{self.nproc}`. Use --backend ddp.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types only: what config.yaml and a checkpoint hold."""
+        return {
+            name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(self).items()
+        }
+
+
+def may_change(name: str) -> bool:
+    """Whether the option `name` may differ between two starts of one run."""
+    return any(f.name == name and f.metadata.get("may_change", False) for f in dataclasses.fields(TrainConfig))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
