@@ -1,0 +1,127 @@
+"""How rank 0's card (addresses, port, token) travels to the other ranks, by what the launcher left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import urllib.error
+import urllib.request
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.job.launch import Launch
+
+
+class Channel(Protocol):
+    """Carries one small card from rank 0 to all others of the same job."""
+
+    def offer(self, card: bytes) -> None:
+        """Rank 0: make the card readable."""
+
+    def card(self) -> bytes | None:
+        """Others: the card, or None while it is not there."""
+
+    def withdraw(self) -> None:
+        """Rank 0, when all have arrived: leave nothing behind."""
+
+
+def channel_for(launch: Launch, directory: Path) -> Channel:
+    """The channel that this launcher offers: its own store where it has one, else a file that all ranks see."""
+    if launch.torchrun_store:
+        return TorchrunChannel(launch)
+    if launch.horovodrun_store:
+        return HorovodrunChannel(launch)
+    return FileChannel(directory, launch.job)
+
+
+class TorchrunChannel:
+    """The store that torchrun's ranks have in common anyway."""
+
+    def __init__(self, launch: Launch) -> None:
+        from torch.distributed import DistNetworkError, TCPStore
+
+        assert launch.torchrun_store is not None
+        host, port, served = launch.torchrun_store
+        try:
+            self._store = TCPStore(
+                host, port, None, not served and launch.rank == 0, timedelta(seconds=60), wait_for_workers=False
+            )
+        except DistNetworkError as error:
+            raise HvdDDPError(f"torchrun's store at `{host}:{port}` does not answer: {error}. Start again.") from error
+        self._key = "hvd_ddp/card/" + launch.job
+
+    def offer(self, card: bytes) -> None:
+        self._store.set(self._key, card.decode())
+
+    def card(self) -> bytes | None:
+        return bytes(self._store.get(self._key)) if self._store.check([self._key]) else None
+
+    def withdraw(self) -> None:
+        self._store.delete_key(self._key)
+
+
+class HorovodrunChannel:
+    """The key-value server that horovodrun runs for its ranks in Gloo mode."""
+
+    def __init__(self, launch: Launch) -> None:
+        assert launch.horovodrun_store is not None
+        host, port = launch.horovodrun_store
+        self._url = f"http://{host}:{port}/hvd_ddp/card"
+        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # never through a site's proxy
+
+    def offer(self, card: bytes) -> None:
+        self._open(urllib.request.Request(self._url, data=card, method="PUT"), timeout=10).close()
+
+    def card(self) -> bytes | None:
+        try:
+            with self._open(self._url, timeout=10) as answer:
+                return bytes(answer.read(1 << 16)) or None
+        except urllib.error.HTTPError:
+            return None
+
+    def withdraw(self) -> None:
+        self.offer(b"")
+
+
+class FileChannel:
+    """A file that only its owner can read, on the file system that the ranks share.
+
+    MPI could carry the card as well, but then every DDP run would start MPI (1.1 s, and finalising it on every way
+    out) for the sake of 200 bytes. A stale file of a killed job does no harm: its token opens nothing, and readers
+    look again until the start times out.
+    """
+
+    def __init__(self, directory: Path, job: str) -> None:
+        self._path = directory / (".rendezvous-" + re.sub(r"[^A-Za-z0-9.-]", "_", job))
+        self._made: list[Path] = []
+
+    def offer(self, card: bytes) -> None:
+        folder = self._path.parent
+        self._made = [path for path in (folder, *folder.parents) if not path.exists()]
+        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(card)
+            os.replace(temporary, self._path)
+        except OSError as error:
+            raise HvdDDPError(
+                f"`{folder}` can't be written ({error.strerror}): the ranks could not find each other. "
+                "Choose a --run-dir on a file system that all ranks see and you may write."
+            ) from error
+
+    def card(self) -> bytes | None:
+        with contextlib.suppress(OSError):
+            os.listdir(self._path.parent)  # makes NFS look again instead of remembering that there was no file
+            return self._path.read_bytes()
+        return None
+
+    def withdraw(self) -> None:
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+            for folder in self._made:
+                folder.rmdir()

@@ -1,0 +1,256 @@
+"""Who am I: the table of launchers and the table of schedulers. The only place that reads or writes os.environ."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hvd_ddp.errors import HvdDDPError
+
+HOROVODRUN_MARK = "HVD_DDP_LAUNCHER"  # exported to the ranks by the horovodrun that install-horovod builds
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One row: the variables that hold each fact. It applies only if all of `required` are there and not empty."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str | None = None
+    node_rank: str | None = None
+    job: str | None = None
+    also: str | None = None  # a variable that only this launcher sets
+    mpi: str | None = None  # how the library of this launcher's MPI names itself
+
+    @property
+    def required(self) -> list[str]:
+        """Names of the variables without which the row says nothing."""
+        optional = (self.local_world_size, self.node_rank, self.also)
+        return [self.rank, self.world_size, self.local_rank, *(name for name in optional if name)]
+
+
+# Most specific first. Rank and size never come from two rows: a row applies whole or not at all.
+# torchrun: docs.pytorch.org/docs/stable/elastic/run.html. Open MPI: docs.open-mpi.org, "Environment variables set for
+# MPI applications" (its NODE_RANK is a rank on the node). PALS, jsrun, Flux: from their documentation, not run here.
+LAUNCHERS: tuple[Launcher, ...] = (
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+             job="TORCHELASTIC_RUN_ID", also="TORCHELASTIC_RUN_ID"),
+    Launcher("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE",
+             also="HOROVOD_GLOO_RENDEZVOUS_ADDR"),
+    Launcher("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+             "OMPI_COMM_WORLD_LOCAL_SIZE", job="PMIX_NAMESPACE", mpi="Open MPI"),
+    Launcher("pals", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID",
+             job="PALS_APID", mpi="MPICH"),
+    Launcher("hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", mpi="MPICH"),
+    Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
+             "JSM_NAMESPACE_LOCAL_SIZE", job="JSM_NAMESPACE_ID", mpi="Spectrum MPI"),
+    Launcher("flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", job="FLUX_JOB_ID"),
+    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None, "SLURM_NODEID",
+             job="SLURM_STEP_ID", also="SLURM_STEP_ID"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """One row: the variables of a batch system. It says which job this is, never which rank."""
+
+    name: str
+    job: str
+    restart: str | None = None
+    cores: str | None = None
+
+
+SCHEDULERS: tuple[Scheduler, ...] = (
+    Scheduler("slurm", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_CPUS_ON_NODE"),
+    Scheduler("pbs", "PBS_JOBID", cores="NCPUS"),
+    Scheduler("lsf", "LSB_JOBID"),
+    Scheduler("flux", "FLUX_JOB_ID"),
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This rank's place in its job. What no environment has is None until the rendezvous has gathered it."""
+
+    launcher: str = "single"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int | None = 1
+    node_rank: int | None = 0
+    hosts: tuple[str, ...] | None = None  # one a rank
+    by_horovodrun: bool = False
+    mpi: str | None = None
+    job: str = "single"  # the same on all ranks of the job, another in every other job as far as can be known
+    scheduler: str | None = None
+    scheduler_job: str | None = None
+    scheduler_restart: int = 0
+    cores: int = 1  # of this node, or of this job's part of it
+    torchrun_store: tuple[str, int, bool] | None = None  # address, port, whether the agent serves it
+    horovodrun_store: tuple[str, int] | None = None
+    seen: str = "no launcher"  # for the banner: what was seen
+
+    @property
+    def nodes(self) -> list[str]:
+        """Distinct host names, in the order of their lowest rank."""
+        return list(dict.fromkeys(self.hosts or ()))
+
+
+def detect(environ: Mapping[str, str] | None = None) -> Launch:
+    """Read this rank's place from the environment.
+
+    Raises HvdDDPError where the environment contradicts itself, or where several tasks would each train alone.
+    """
+    env = os.environ if environ is None else environ
+    rows = [row for row in LAUNCHERS if all(env.get(name) for name in row.required)]
+    scheduler = next((s for s in SCHEDULERS if env.get(s.job)), None)
+    outer_facts = _scheduler_facts(env, scheduler)
+    if not rows:
+        _refuse_batch_shell(env)
+        _refuse_foreign_rank(env, "single", 0, 1)
+        return Launch(**outer_facts)  # type: ignore[arg-type]
+    row, outer = rows[0], rows[1:]
+    rank, world_size = _number(env, row.rank), _number(env, row.world_size)
+    if not 0 <= rank < world_size:
+        raise HvdDDPError(
+            f"{row.rank} is `{rank}` and {row.world_size} is `{world_size}`, read as set by {row.name}: a rank is at "
+            f"least 0 and below the size. Unset them in your script; {row.name} sets them itself."
+        )
+    _refuse_foreign_rank(env, row.name, rank, world_size)
+    local_world_size = _local_world_size(env, row)
+    _refuse_several_worlds(env, row, outer, inside_one_node=local_world_size == world_size)
+    parent = f"{socket.gethostname()}-{os.getppid()}" if local_world_size == world_size else ""
+    return Launch(
+        launcher=row.name,
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number(env, row.local_rank),
+        local_world_size=local_world_size,
+        node_rank=_number(env, row.node_rank) if row.node_rank else None,
+        hosts=_step_hosts(env) if row.name == "srun" else None,
+        by_horovodrun=row.name == "horovodrun" or (row.mpi is not None and _marked(env)),
+        mpi=row.mpi,
+        job=_job(env, row, scheduler, parent),
+        torchrun_store=_torchrun_store(env) if row.name == "torchrun" else None,
+        horovodrun_store=_horovodrun_store(env) if row.name == "horovodrun" else None,
+        seen=f"{row.rank}={rank} {row.world_size}={world_size}" + (" and horovodrun's mark" if _marked(env) else ""),
+        **outer_facts,  # type: ignore[arg-type]
+    )
+
+
+def export(values: Mapping[str, str]) -> None:
+    """Set variables that a foreign library can only read from the environment."""
+    os.environ.update(values)
+
+
+def _job(env: Mapping[str, str], row: Launcher, scheduler: Scheduler | None, parent: str) -> str:
+    """What tells this job from others that may run at the same time; `parent` where the launcher gives no name."""
+    parts = [row.name, env.get(row.job or "", parent), env.get("TORCHELASTIC_RESTART_COUNT", "")]
+    if scheduler:
+        parts += [env[scheduler.job], env.get(scheduler.restart or "", "")]
+    return "-".join(filter(None, parts))
+
+
+def _marked(env: Mapping[str, str]) -> bool:
+    # In MPI mode horovodrun itself leaves no variable: our build's launcher exports a mark, and with a stock one
+    # only the shell's `_` tells, where a shell started it.
+    return env.get(HOROVODRUN_MARK) == "horovodrun" or os.path.basename(env.get("_", "")) == "horovodrun"
+
+
+def _scheduler_facts(env: Mapping[str, str], scheduler: Scheduler | None) -> dict[str, object]:
+    if scheduler is None:
+        return {"cores": os.cpu_count() or 1}
+    cores = env.get(scheduler.cores or "", "")
+    restart = env.get(scheduler.restart or "", "")
+    return {
+        "scheduler": scheduler.name,
+        "scheduler_job": env[scheduler.job],
+        "scheduler_restart": int(restart) if restart.isdigit() else 0,
+        "cores": int(cores) if cores.isdigit() else os.cpu_count() or 1,
+    }
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise HvdDDPError(f"{name} is `{env[name]}`, which is no whole number. Unset it in your script.") from None
+
+
+def _local_world_size(env: Mapping[str, str], row: Launcher) -> int | None:
+    if row.local_world_size:
+        return _number(env, row.local_world_size)
+    counts = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "")) if row.name == "srun" else []
+    node = _number(env, row.node_rank) if row.node_rank else 0
+    return counts[node] if node < len(counts) else None
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Expand Slurm's short form: `2(x3),1` is [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for part in filter(None, text.split(",")):
+        number, _, repeat = part.partition("(x")
+        counts += [int(number)] * int(repeat.rstrip(")") or 1)
+    return counts
+
+
+def _step_hosts(env: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Hosts of the step, one a rank, when ranks lie on them in blocks; who is where is gathered later anyway."""
+    counts, nodes = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "")), env.get("SLURM_STEP_NODELIST", "")
+    if not counts or not nodes or "block" not in env.get("SLURM_DISTRIBUTION", "block"):
+        return None
+    from ClusterShell.NodeSet import NodeSet
+
+    return tuple(host for host, count in zip(NodeSet(nodes), counts, strict=False) for _ in range(count))
+
+
+def _torchrun_store(env: Mapping[str, str]) -> tuple[str, int, bool] | None:
+    if not env.get("MASTER_ADDR") or not env.get("MASTER_PORT", "").isdigit():
+        return None
+    return env["MASTER_ADDR"], int(env["MASTER_PORT"]), env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _horovodrun_store(env: Mapping[str, str]) -> tuple[str, int]:
+    return env["HOROVOD_GLOO_RENDEZVOUS_ADDR"], _number(env, "HOROVOD_GLOO_RENDEZVOUS_PORT")
+
+
+def _refuse_foreign_rank(env: Mapping[str, str], name: str, rank: int, world_size: int) -> None:
+    for variable, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
+        if env.get(variable) and env[variable] != str(value):
+            start = f"{name} says `{value}`" if name != "single" else "no launcher that is known set it"
+            raise HvdDDPError(
+                f"{variable} is `{env[variable]}` in the environment, but {start}: the ranks would disagree about the "
+                "job. Unset RANK and WORLD_SIZE in your script (nothing here needs them), or start with torchrun."
+            )
+
+
+def _refuse_batch_shell(env: Mapping[str, str]) -> None:
+    tasks = env.get("SLURM_NTASKS", "1")
+    if env.get("SLURM_PROCID") == "0" and not env.get("SLURM_STEP_ID") and tasks != "1":
+        raise HvdDDPError(
+            f"SLURM_NTASKS is `{tasks}`, but this is the batch shell and no step: only one process would train. "
+            "Start it with `srun python -m hvd_ddp ...` in the batch script."
+        )
+
+
+def _refuse_several_worlds(
+    env: Mapping[str, str], row: Launcher, outer: list[Launcher], *, inside_one_node: bool
+) -> None:
+    """A launcher inside one task of another is normal; inside each of several tasks it makes as many jobs."""
+    for other in outer:
+        tasks = _number(env, other.world_size)
+        if row.name == "torchrun":
+            alone = env.get("GROUP_WORLD_SIZE") == "1"
+        else:  # some systems set the variables of two rows for the same ranks
+            same = all(env[a] == env[b] for a, b in ((row.rank, other.rank), (row.world_size, other.world_size)))
+            alone = inside_one_node and not same
+        if tasks > 1 and alone:
+            raise HvdDDPError(
+                f"{other.name} started `{tasks}` tasks ({other.world_size}), and {row.name} inside each of them forms "
+                f"a job of its own: {tasks} trainings would run over each other. Start {row.name} once"
+                + (f", or with --nnodes {tasks} and a common --rdzv-endpoint." if row.name == "torchrun" else ".")
+            )
