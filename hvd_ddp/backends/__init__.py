@@ -1,0 +1,93 @@
+"""How gradients move. A new backend is one file and one line of BACKENDS."""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hvd_ddp.config import BackendName, DeviceName, TransportName
+from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.job.launch import Launch, detect
+from hvd_ddp.job.rendezvous import meet
+
+if TYPE_CHECKING:
+    import torch
+
+    from hvd_ddp.backends.base import Backend
+
+BACKENDS = {
+    "local": "hvd_ddp.backends.local:LocalBackend",
+    "ddp": "hvd_ddp.backends.ddp:DDPBackend",
+    "horovod": "hvd_ddp.backends.horovod:HorovodBackend",
+}
+log = logging.getLogger(__name__)
+
+
+def auto(launch: Launch) -> tuple[str, str]:
+    """The backend that `auto` stands for, and why."""
+    if launch.by_horovodrun:
+        return "horovod", "horovodrun started it"
+    if launch.world_size > 1:
+        return "ddp", f"{launch.launcher} started {launch.world_size} ranks"
+    return "local", "one process"
+
+
+def connect(
+    backend: BackendName = "auto",
+    transport: TransportName = "auto",
+    device: DeviceName = "auto",
+    *,
+    threads: Literal["auto"] | int = "auto",
+    directory: Path = Path("runs"),
+    start_timeout: float = 300.0,
+    timeout: float = 300.0,
+) -> Backend:
+    """Meet the other ranks of this job and return a backend to be used as `with connect() as backend:`.
+
+    `directory` is where ranks that have no other way leave a short-lived file to find each other; `start_timeout` and
+    `timeout` are seconds. Sets torch's number of threads. Raises HvdDDPError, the same on every rank.
+    """
+    import torch
+
+    launch = detect()
+    chosen, why = auto(launch) if backend == "auto" else (backend, "asked for")
+    error = None
+    try:
+        cls = _load(chosen)
+        where = _device(device, launch)
+        carrier = cls.choose_transport(transport, launch, where)
+    except HvdDDPError as problem:
+        error = str(problem)
+    meeting = meet(launch, directory=directory, start_timeout=start_timeout, error=error)
+    torch.set_num_threads(meeting.cores if threads == "auto" else threads)
+    result = cls(meeting, transport=carrier, device=where, timeout=timeout)
+    result.why = why
+    return result
+
+
+def _load(name: str) -> type[Backend]:
+    if name not in BACKENDS:
+        raise HvdDDPError(f"--backend is `{name}`, which is none of: {', '.join(BACKENDS)}.")
+    module, _, attribute = BACKENDS[name].partition(":")
+    cls: type[Backend] = getattr(import_module(module), attribute)
+    return cls
+
+
+def _device(name: str, launch: Launch) -> torch.device:
+    import torch
+
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise HvdDDPError("--device is `cuda`, but torch sees no GPU here. Use --device cpu, or ask for GPUs.")
+    if count == 1:  # where the scheduler shows each rank its own GPU alone, it is number 0 for all
+        return torch.device("cuda", 0)
+    if launch.local_rank >= count:
+        raise HvdDDPError(
+            f"Rank {launch.rank} is number {launch.local_rank} on its node, but torch sees `{count}` GPUs there: two "
+            "ranks would share one. Start at most as many ranks a node as it has GPUs."
+        )
+    return torch.device("cuda", launch.local_rank)

@@ -1,0 +1,102 @@
+"""torch DistributedDataParallel over nccl or gloo."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from hvd_ddp.backends.base import Backend, Op
+from hvd_ddp.backends.gradients import AllUsed, FindUnused
+from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.job.launch import Launch, export
+
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class DDPBackend(Backend):
+    """Gradients are averaged in buckets while backward still runs."""
+
+    name = "ddp"
+    _setups = 0
+
+    @classmethod
+    def choose_transport(cls, transport: str, launch: Launch, device: torch.device) -> str:
+        best = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        chosen = best if transport == "auto" else transport
+        if chosen == "nccl" and device.type != "cuda":
+            raise HvdDDPError("--transport nccl moves tensors of GPUs, and --device is `cpu`. Use --transport gloo.")
+        if chosen == "mpi":
+            raise HvdDDPError("--backend ddp has no --transport mpi. Use --transport gloo, or --backend horovod.")
+        return chosen
+
+    def setup(self) -> None:
+        self._wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        DDPBackend._setups += 1  # a store remembers: each group needs a prefix of its own
+        export({"GLOO_SOCKET_IFNAME": self.meeting.interface, "NCCL_SOCKET_IFNAME": "=" + self.meeting.interface})
+        dist.init_process_group(
+            self.transport,
+            store=PrefixStore(f"ddp/{DDPBackend._setups}", self.meeting.store),
+            rank=self.launch.rank,
+            world_size=self.launch.world_size,
+            timeout=timedelta(seconds=self.timeout),
+        )
+
+    def teardown(self) -> None:
+        for wrapped in self._wrapped:
+            # What still holds the group when the interpreter ends is destroyed too late: "terminate called without
+            # an active exception" and exit code 134, now and then, with plain DDP as well (torch 2.14.1).
+            wrapped.reducer = wrapped.logger = wrapped.process_group = None
+        self._wrapped.clear()
+        dist.destroy_process_group()
+
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, *, accumulate: int = 1, find_unused_parameters: bool = False
+    ) -> tuple[nn.Module, Optimizer]:
+        self._gradients = (
+            FindUnused(model, all_reduce=self.all_reduce, complete=False)  # type: ignore[arg-type]
+            if find_unused_parameters
+            else AllUsed(model)
+        )
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[self.device.index] if self.device.type == "cuda" else None,
+            find_unused_parameters=find_unused_parameters,
+            **_no_buffers_in_forward(),
+        )
+        self._wrapped.add(wrapped)
+        return wrapped, optimizer
+
+    @contextmanager
+    def no_sync(self, wrapped: nn.Module) -> Iterator[None]:
+        with wrapped.no_sync():  # type: ignore[operator]
+            yield
+        self._gradients.last_micro_batch()
+
+    @contextmanager
+    def synchronize(self, optimizer: Optimizer) -> Iterator[None]:
+        self._gradients.before()
+        self._gradients.after()
+        yield
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        result = tensor.detach().to(self.device, copy=True)
+        dist.all_reduce(result, OPS[op])
+        return result.to(tensor.device)
+
+
+def _no_buffers_in_forward() -> dict[str, Any]:
+    """No broadcast of buffers in the forward (the start still synchronises them), by the name this torch has for it."""
+    names = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {name: False for name in ("forward_sync_buffers", "broadcast_buffers") if name in names and (
+        name == "forward_sync_buffers" or "forward_sync_buffers" not in names)}  # fmt: skip

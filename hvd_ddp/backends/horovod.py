@@ -1,0 +1,174 @@
+"""Horovod, over MPI where the job runs under the MPI that it was built with, else over Gloo."""
+
+from __future__ import annotations
+
+import atexit
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvd_ddp.backends.base import Backend, Op
+from hvd_ddp.backends.gradients import AllUsed, FindUnused
+from hvd_ddp.backends.horovod_build import check_build
+from hvd_ddp.backends.horovod_gloo import GlooServer
+from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.job.launch import Launch, export
+
+REMEDY = "Run `python -m hvd_ddp install-horovod`, or use --backend ddp."
+
+
+class HorovodBackend(Backend):
+    """Gradients are averaged tensor by tensor from hooks in backward, fused by Horovod's own thread."""
+
+    name = "horovod"
+    _setups = 0
+    _server: GlooServer | None = None
+
+    @classmethod
+    def choose_transport(cls, transport: str, launch: Launch, device: torch.device) -> str:
+        hvd = import_horovod()
+        if transport == "auto":
+            if device.type == "cuda" and hvd.nccl_built():
+                return "nccl"
+            return "mpi" if hvd.mpi_built() and _runs_under_our_mpi(launch) else "gloo"
+        built = {"mpi": hvd.mpi_built(), "gloo": hvd.gloo_built(), "nccl": bool(hvd.nccl_built())}
+        if not built[transport]:
+            there = ", ".join(name for name, yes in built.items() if yes)
+            raise HvdDDPError(
+                f"--transport {transport} is not in this Horovod, which was built with: {there}. "
+                f"Use one of these, or build it again where `{transport}` is found: python -m hvd_ddp install-horovod."
+            )
+        return transport
+
+    def setup(self) -> None:
+        hvd = import_horovod()
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.transport == "mpi" or (self.transport == "nccl" and hvd.mpi_built() and _runs_under_our_mpi(self.launch)):
+            export({"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"})
+            _start_mpi()
+        else:
+            self._meet_over_gloo()
+        hvd.init()
+        if (hvd.rank(), hvd.size()) != (self.launch.rank, self.launch.world_size):
+            raise HvdDDPError(
+                f"Horovod says rank `{hvd.rank()}` of `{hvd.size()}`, but {self.launch.launcher} started this as rank "
+                f"`{self.launch.rank}` of `{self.launch.world_size}`: every process would train alone. Horovod's MPI is "
+                f"not the one of the launcher. Use --transport gloo, or {self.launch.launcher}'s MPI on PATH when you "
+                "run `python -m hvd_ddp install-horovod`."
+            )
+        self._hvd = hvd
+
+    def _meet_over_gloo(self) -> None:
+        """Hand Horovod what its C++ side reads from the environment alone, by way of our store."""
+        HorovodBackend._setups += 1
+        key = f"horovod/{HorovodBackend._setups}"
+        if self.is_main:
+            if HorovodBackend._server is not None:
+                HorovodBackend._server.stop()
+            HorovodBackend._server = GlooServer(self.meeting.address)
+            self.meeting.store.set(key, f"{self.meeting.address}:{HorovodBackend._server.port}")
+        address, port = self.meeting.store.get(key).decode().rsplit(":", 1)
+        launch, hosts = self.launch, self.launch.hosts or ()
+        # Horovod's cross communicator joins the ranks that have the same local rank, one a node.
+        local_ranks = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+        mine = local_ranks[launch.rank]
+        across = [rank for rank, local_rank in enumerate(local_ranks) if local_rank == mine]
+        export({
+            "HOROVOD_RANK": str(launch.rank),
+            "HOROVOD_SIZE": str(launch.world_size),
+            "HOROVOD_LOCAL_RANK": str(mine),
+            "HOROVOD_LOCAL_SIZE": str(launch.local_world_size),
+            "HOROVOD_CROSS_RANK": str(across.index(launch.rank)),
+            "HOROVOD_CROSS_SIZE": str(len(across)),
+            "HOROVOD_HOSTNAME": hosts[launch.rank],
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
+            "HOROVOD_GLOO_IFACE": self.meeting.interface,
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, int(self.timeout))),
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+        })  # fmt: skip
+
+    def teardown(self) -> None:
+        self._hvd.shutdown()
+
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, *, accumulate: int = 1, find_unused_parameters: bool = False
+    ) -> tuple[nn.Module, Optimizer]:
+        hvd = self._hvd
+        self._gradients = (
+            FindUnused(model, all_reduce=self.all_reduce, complete=True)  # type: ignore[arg-type]
+            if find_unused_parameters
+            else AllUsed(model)
+        )
+        hvd.broadcast_parameters({**dict(model.named_parameters()), **dict(model.named_buffers())}, root_rank=0)
+        # No broadcast_optimizer_state: on a fresh optimizer it takes a step with zero gradients, so that weight decay
+        # moves the weights. A fresh optimizer has no state; what a checkpoint brings is loaded after this.
+        wrapped = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=accumulate, op=hvd.Average
+        )
+        return model, wrapped
+
+    @contextmanager
+    def synchronize(self, optimizer: Optimizer) -> Iterator[None]:
+        self._gradients.before()
+        optimizer.synchronize()  # type: ignore[attr-defined]
+        self._gradients.after()
+        with optimizer.skip_synchronize():  # type: ignore[attr-defined]
+            yield
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        hvd = self._hvd
+        ops = {"sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
+        result: Tensor = hvd.allreduce(tensor.detach(), op=ops[op], name=f"hvd_ddp.{op}")
+        return result
+
+
+def import_horovod() -> Any:
+    """horovod.torch, or HvdDDPError that says why it is not to be had."""
+    check_build(torch.__version__)
+    try:
+        import horovod.torch as hvd
+    except ModuleNotFoundError as error:
+        if error.name not in ("horovod", "horovod.torch"):
+            raise HvdDDPError(f"Horovod is here, but not its `{error.name}`. {REMEDY}") from error
+        raise HvdDDPError(f"--backend horovod: Horovod is not installed in this Python. {REMEDY}") from error
+    except Exception as error:  # Horovod raises whatever its loader met
+        raise HvdDDPError(f"Horovod does not load with torch `{torch.__version__}`: {error}. {REMEDY}") from error
+    return hvd
+
+
+def _runs_under_our_mpi(launch: Launch) -> bool:
+    """Whether the launcher's MPI is of the family that mpi4py (and so Horovod, built beside it) loads."""
+    if launch.mpi is None:
+        return False
+    try:
+        library: str = _mpi4py().Get_library_version()
+    except (ImportError, RuntimeError):
+        return False
+    return launch.mpi in library
+
+
+def _mpi4py() -> Any:
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # importing does nothing; _start_mpi does
+    from mpi4py import MPI
+
+    return MPI
+
+
+def _start_mpi() -> None:
+    """MPI must be initialised by somebody else than Horovod: else a second init after its shutdown aborts the job."""
+    MPI = _mpi4py()
+    if not MPI.Is_initialized():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of another MPI's launcher: the world size shows it, and we say so then
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        atexit.register(MPI.Finalize)
