@@ -1,0 +1,91 @@
+"""Data sets that are plain arrays, and the numbers that normalise them."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_PIXELS_AT_ONCE = 1 << 22  # bincount widens to int64: 32 MiB at a time
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayDataset:
+    """Images and the class of each.
+
+    `images` is uint8 (N, C, H, W), `targets` int64 (N,), N at least 1; either may be read-only or memory-mapped.
+    Raises ValueError for anything else.
+    """
+
+    images: NDArray[np.uint8]
+    targets: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        images, targets = self.images, self.targets
+        if images.dtype != np.uint8 or images.ndim != 4 or 0 in images.shape:
+            raise ValueError(f"images are {images.dtype} {images.shape}, not uint8 (N, C, H, W) with N >= 1")
+        if targets.dtype != np.int64 or targets.shape != images.shape[:1]:
+            raise ValueError(f"targets are {targets.dtype} {targets.shape}, not int64 ({len(images)},)")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """A data set in two parts; `mean` and `std` are of each channel of the train images, in pixel units (0..255)."""
+
+    name: str
+    train: ArrayDataset
+    eval: ArrayDataset
+    num_classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def measure(cls, name: str, train: ArrayDataset, eval: ArrayDataset, num_classes: int) -> "Data":
+        """Data with the mean and std of `train`; ValueError where the parts or the classes do not fit each other."""
+        if train.images.shape[1:] != eval.images.shape[1:]:
+            raise ValueError(f"{name}: images are {train.images.shape[1:]} in train, {eval.images.shape[1:]} in eval")
+        for part in (train, eval):
+            low, high = int(part.targets.min()), int(part.targets.max())
+            if low < 0 or high >= num_classes:
+                raise ValueError(f"{name}: targets are {low}..{high}, not within 0..{num_classes - 1}")
+        mean, std = channel_statistics(train.images)
+        return cls(name, train, eval, num_classes, mean, std)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(C, H, W)"""
+        _, channels, height, width = self.train.images.shape
+        return channels, height, width
+
+    @property
+    def num_channels(self) -> int:
+        return self.image_shape[0]
+
+
+def channel_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and population standard deviation of each channel of uint8 (N, C, H, W), in pixel units.
+
+    Sums are exact integers from a histogram, so the result depends on neither order nor machine. A channel that is
+    constant has std 1, which leaves it constant when it is normalised.
+    """
+    means, stds = [], []
+    for channel in range(images.shape[1]):
+        counts = _histogram(images[:, channel])
+        num = sum(counts)
+        total = sum(value * count for value, count in enumerate(counts))
+        squares = sum(value * value * count for value, count in enumerate(counts))
+        means.append(total / num)
+        stds.append(math.sqrt((num * squares - total * total) / (num * num)) or 1.0)
+    return tuple(means), tuple(stds)
+
+
+def _histogram(plane: NDArray[np.uint8]) -> list[int]:
+    """How often each of the values 0..255 occurs in uint8 (N, H, W)."""
+    counts = np.zeros(256, dtype=np.int64)
+    rows = max(1, _PIXELS_AT_ONCE // (plane.shape[1] * plane.shape[2]))
+    for first in range(0, len(plane), rows):
+        counts += np.bincount(plane[first : first + rows].ravel(), minlength=256)
+    return [int(count) for count in counts]
