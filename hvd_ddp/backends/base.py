@@ -124,11 +124,16 @@ class Backend(ABC):
 
     def on_main(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 alone; all ranks get its result (what JSON can carry) or raise its HvdDDPError."""
-        result, error = _attempt(work) if self.is_main else (None, None)
-        answer: tuple[T, str | None] = self.broadcast_object([result, error])
+        answer: tuple[T, str | None] = self.broadcast_object(_attempt(work) if self.is_main else None)
         if answer[1] is not None:
             raise HvdDDPError(answer[1])
         return answer[0]
+
+    def bytes_from_main(self, work: Callable[[], bytes]) -> bytes:
+        """Like `on_main`, for bytes of any number."""
+        data, error = _attempt(work) if self.is_main else (None, None)
+        self.on_main(lambda: _raise(error))
+        return self.broadcast_bytes(data)
 
 
 def _words(data: bytes, size: int) -> Tensor:
@@ -139,6 +144,11 @@ def _words(data: bytes, size: int) -> Tensor:
 
 def _bytes(words: Tensor) -> bytes:
     return words.cpu().numpy().tobytes()
+
+
+def _raise(error: str | None) -> None:
+    if error is not None:
+        raise HvdDDPError(error)
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:

@@ -56,7 +56,8 @@ class DDPBackend(Backend):
         for wrapped in self._wrapped:
             # What still holds the group when the interpreter ends is destroyed too late: "terminate called without
             # an active exception" and exit code 134, now and then, with plain DDP as well (torch 2.14.1).
-            wrapped.reducer = wrapped.logger = wrapped.process_group = None
+            for name in ("reducer", "logger", "process_group"):
+                setattr(wrapped, name, None)
         self._wrapped.clear()
         dist.destroy_process_group()
 

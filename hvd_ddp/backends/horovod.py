@@ -49,7 +49,9 @@ class HorovodBackend(Backend):
         hvd = import_horovod()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        if self.transport == "mpi" or (self.transport == "nccl" and hvd.mpi_built() and _runs_under_our_mpi(self.launch)):
+        if self.transport == "mpi" or (
+            self.transport == "nccl" and hvd.mpi_built() and _runs_under_our_mpi(self.launch)
+        ):
             export({"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"})
             _start_mpi()
         else:

@@ -24,9 +24,7 @@ def serve_store(address: str) -> tuple[Store, int]:
     listener = listen(address)
     port = int(listener.getsockname()[1])
     descriptor = listener.detach()  # the store closes it
-    return TCPStore(
-        address, port, None, True, STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=descriptor
-    ), port
+    return TCPStore(address, port, None, True, STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=descriptor), port
 
 
 def store_client(host: str, port: int) -> Store:

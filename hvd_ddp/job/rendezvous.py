@@ -146,7 +146,7 @@ class _Guests:
         servers = [asyncio.ensure_future(self._accept(listener)) for listener in listeners]
         try:
             await asyncio.wait_for(self._all_here.wait(), max(0.0, deadline - time.monotonic()))
-        except asyncio.TimeoutError:  # noqa: UP041 (another class before Python 3.11)
+        except asyncio.TimeoutError:
             pass
         finally:
             for server in servers:

@@ -1,0 +1,55 @@
+"""Model and data by the names in the configuration, the same on every rank or on none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvd_ddp import checkpoint, models
+from hvd_ddp.backends.base import Backend
+from hvd_ddp.config import TrainConfig
+from hvd_ddp.data import datasets
+from hvd_ddp.data.arrays import Data
+from hvd_ddp.errors import HvdDDPError
+
+
+def load_data(name: str, data_dir: Path | None, backend: Backend) -> Data:
+    """The data set of that name; if one rank can't read it, no rank goes on."""
+    return backend.together(lambda: datasets.load(name, data_dir))
+
+
+def load_model(config: TrainConfig, data: Data, backend: Backend) -> nn.Module:
+    """The model with its first weights: from --seed, or from --init."""
+    torch.manual_seed(config.seed)
+    model = backend.together(lambda: models.build(config.model, data.num_classes, data.num_channels))
+    if config.init is not None:
+        load_weights(model, config.init, backend)
+    return model
+
+
+def load_weights(model: nn.Module, path: Path, backend: Backend) -> None:
+    """Take the weights of a checkpoint or a bare state dict, strictly; rank 0 reads. Raises HvdDDPError."""
+    data = backend.bytes_from_main(lambda: read_weights(path))
+    backend.together(lambda: fit_weights(model, checkpoint.parse(data, str(path)), str(path)))
+
+
+def read_weights(path: Path) -> bytes:
+    """The bytes of a file of weights; verified if it has a hash beside it."""
+    if path.with_name(path.name + ".sha256").exists():
+        return checkpoint.verified(path)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise HvdDDPError(f"`{path}` can't be read: {error.strerror}. Give a checkpoint or a state dict.") from error
+
+
+def fit_weights(model: nn.Module, state: dict[str, Any], origin: str) -> None:
+    """Load the weights; HvdDDPError where names or shapes are not the model's."""
+    try:
+        model.load_state_dict(state["model"] if "model" in state else state)
+    except (RuntimeError, AttributeError, TypeError) as error:
+        said = " ".join(str(error).split())
+        raise HvdDDPError(f"The weights in `{origin}` do not fit the model: {said[:300]}") from error

@@ -1,0 +1,121 @@
+"""evaluate: a checkpoint over a data set, each sample once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from hvd_ddp.config import BackendName, DeviceName, Precision, TrainConfig, TransportName
+from hvd_ddp.errors import FINISHED, HvdDDPError
+from hvd_ddp.job.launch import detect
+from hvd_ddp.job.spawn import spawn, wants_ranks
+
+
+@dataclass(frozen=True)
+class Options:
+    """Evaluate a checkpoint on the evaluation part of a data set: each sample once, over all ranks."""
+
+    checkpoint: tyro.conf.Positional[Path]
+    """Checkpoint file, or run directory (then its newest whole checkpoint)."""
+    data: str | None = None
+    """Data set. None: the one that it was trained on."""
+    data_dir: Path | None = None
+    """Folder of the data set's files. None: as in training."""
+    precision: Precision | None = None
+    """None: as in training."""
+    backend: BackendName = TrainConfig.backend
+    """As for train."""
+    transport: TransportName = TrainConfig.transport
+    """As for train."""
+    device: DeviceName = TrainConfig.device
+    """As for train."""
+    nproc: int | None = None
+    """Start this many ranks on this machine."""
+    threads: Literal["auto"] | int = TrainConfig.threads
+    """As for train."""
+    start_timeout: float = TrainConfig.start_timeout
+    """Seconds to wait for all ranks at the start."""
+    timeout: float = TrainConfig.timeout
+    """Seconds of silence after which a peer counts as dead."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
+
+
+def run(arguments: list[str]) -> int:
+    """`python -m hvd_ddp evaluate`."""
+    launch = detect()
+    options = tyro.cli(Options, args=arguments, prog="python -m hvd_ddp evaluate", console_outputs=launch.rank == 0)
+    if wants_ranks(options.nproc, launch):
+        return spawn(options.nproc or 1, ["evaluate", *arguments])
+    from hvd_ddp.backends import connect
+    from hvd_ddp.job.health import ends_together
+
+    backend = connect(
+        options.backend,
+        options.transport,
+        options.device,
+        threads=options.threads,
+        start_timeout=options.start_timeout,
+        timeout=options.timeout,
+    )
+    with ends_together(backend.meeting), backend:
+        results = _evaluate(options, backend)
+        if backend.is_main:
+            print(json.dumps(results) if options.json else _text(options, results), flush=True)
+    return FINISHED
+
+
+def _evaluate(options: Options, backend: Any) -> dict[str, float]:
+    from hvd_ddp import assemble, checkpoint
+    from hvd_ddp.data.loader import ArrayLoader
+    from hvd_ddp.evaluation import evaluate
+    from hvd_ddp.precision import Precision as Numbers
+    from hvd_ddp.tasks import Classification
+
+    origin = str(options.checkpoint)
+    state = checkpoint.parse(backend.bytes_from_main(lambda: _read(options.checkpoint)), origin)
+    config = _config(options, state, origin)
+    data = assemble.load_data(config.data, config.data_dir, backend)
+    model = assemble.load_model(config, data, backend)
+    assemble.fit_weights(model, state, origin)
+    numbers = Numbers(config.precision, backend.device)
+    model.to(backend.device, numbers.dtype)
+    loader = ArrayLoader(data.eval, mean=data.mean, std=data.std, device=backend.device, dtype=numbers.dtype)
+    return evaluate(model, loader, task=Classification(), precision=numbers, backend=backend)
+
+
+def _read(path: Path) -> bytes:
+    from hvd_ddp import assemble, checkpoint
+
+    if not path.is_dir():
+        return assemble.read_weights(path)
+    newest, data, passed_over = checkpoint.newest_whole(path / "checkpoints")
+    if newest is None:
+        raise HvdDDPError(f"`{path}` has no whole checkpoint. {' '.join(passed_over)} Give another run or a file.")
+    return data
+
+
+def _config(options: Options, state: dict[str, Any], origin: str) -> TrainConfig:
+    """The configuration of the training, with what is asked for here in its place."""
+    if not isinstance(state.get("config"), dict):
+        raise HvdDDPError(f"`{origin}` is no checkpoint of a run: it has no configuration. Give one that train wrote.")
+    fields = {field.name for field in dataclasses.fields(TrainConfig)}
+    values = {name: value for name, value in state["config"].items() if name in fields}
+    for name in ("data", "data_dir", "precision"):
+        if getattr(options, name) is not None:
+            values[name] = getattr(options, name)
+    values["init"] = None
+    if values.get("data_dir") is not None:
+        values["data_dir"] = Path(values["data_dir"])
+    return TrainConfig(**values)
+
+
+def _text(options: Options, results: dict[str, float]) -> str:
+    from hvd_ddp.run import figures
+
+    return f"{options.checkpoint}: {figures(results)}"

@@ -1,0 +1,123 @@
+"""train: options -> ranks -> model, data, optimizer -> Trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+import yaml
+
+from hvd_ddp.config import TrainConfig
+from hvd_ddp.errors import FINISHED, HvdDDPError
+from hvd_ddp.job.launch import detect
+from hvd_ddp.job.spawn import spawn, wants_ranks
+
+DESCRIPTION = """Train a model on one rank or thousands, under DDP or Horovod.
+
+Other commands: evaluate, install-horovod (each with --help)."""
+
+
+@dataclass(frozen=True)
+class Options(TrainConfig):
+    """Options that are not part of the run."""
+
+    config: Path | None = None
+    """YAML file with any of these options, with underscores; the command line wins."""
+    print_config: bool = False
+    """Print the whole configuration as YAML and stop."""
+
+
+def run(arguments: list[str]) -> int:
+    """`python -m hvd_ddp train`."""
+    launch = detect()
+    options = parse(arguments, show_errors=launch.rank == 0)
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    config = TrainConfig(**{name: getattr(options, name) for name in names})
+    if options.print_config:
+        if launch.rank == 0:
+            print(yaml.safe_dump(config.to_dict(), sort_keys=False), end="")
+        return FINISHED
+    if wants_ranks(config.nproc, launch):
+        return spawn(config.nproc or 1, ["train", *arguments])
+    return _train(config)
+
+
+def parse(arguments: list[str], *, show_errors: bool = True) -> Options:
+    """Options from the command line and the YAML file that it names. Exits with 2 where tyro refuses a value."""
+    defaults: dict[str, Any] = {}
+    path = _config_file(arguments)
+    if path is not None:
+        defaults = _read_yaml(path)
+    from_file = [_as_argument(name, value) for name, value in defaults.items()]
+    return tyro.cli(
+        Options,
+        args=[*from_file, *arguments],
+        description=DESCRIPTION,
+        prog="python -m hvd_ddp",
+        config=(tyro.conf.OmitArgPrefixes,),
+        console_outputs=show_errors,
+    )
+
+
+def _config_file(arguments: list[str]) -> Path | None:
+    for position, argument in enumerate(arguments):
+        if argument.startswith("--config="):
+            return Path(argument.partition("=")[2])
+        if argument == "--config" and position + 1 < len(arguments):
+            return Path(arguments[position + 1])
+    return None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise HvdDDPError(f"--config `{path}` can't be read: {' '.join(str(error).split())}.") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise HvdDDPError(f"--config `{path}` is a {type(values).__name__}, not options. Write `name: value` lines.")
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    for name in values:
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, 1)
+            raise HvdDDPError(
+                f"--config `{path}` has `{name}`, which is no option."
+                + (f" Did you mean {near[0]}?" if near else f" Options are: {', '.join(names)}.")
+            )
+    return values
+
+
+def _as_argument(name: str, value: Any) -> str:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag}={value}"
+
+
+def _train(config: TrainConfig) -> int:
+    from hvd_ddp.backends import connect
+    from hvd_ddp.job.health import ends_together
+
+    backend = connect(
+        config.backend,
+        config.transport,
+        config.device,
+        threads=config.threads,
+        directory=config.run_dir or Path("runs"),
+        start_timeout=config.start_timeout,
+        timeout=config.timeout,
+    )
+    with ends_together(backend.meeting), backend:
+        from hvd_ddp.assemble import load_data, load_model
+        from hvd_ddp.optim import build
+        from hvd_ddp.trainer import Trainer
+
+        data = load_data(config.data, config.data_dir, backend)
+        model = load_model(config, data, backend)
+        Trainer(config, model, build(config, model.parameters()), data, backend).fit()
+    return FINISHED

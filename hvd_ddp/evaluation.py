@@ -1,0 +1,37 @@
+"""Evaluation: each sample once over all ranks, without padding."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hvd_ddp.backends.base import Backend
+from hvd_ddp.data.loader import ArrayLoader
+from hvd_ddp.metrics import Sums
+from hvd_ddp.precision import Precision
+from hvd_ddp.tasks import Task
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, loader: ArrayLoader, *, task: Task, precision: Precision, backend: Backend
+) -> dict[str, float]:
+    """Means over the set of what the task sums, and `num_samples`; the same on every rank.
+
+    `model` is the bare one: a wrapped one would wait in its forward for ranks that have no batch.
+    """
+    launch, sums, names = backend.launch, Sums(backend.device), set[str]()
+    was_training = model.training
+    model.eval()
+    for batch in loader.evaluation_batches(rank=launch.rank, world_size=launch.world_size):
+        with precision.autocast():
+            totals = task.evaluate(model, batch)
+        for name, total in totals.items():
+            sums.add(name, total)
+        sums.add("num_samples", batch.num_samples)
+        names.update(totals)
+    model.train(was_training)
+    known = backend.all_gather_object(sorted(names))  # a rank without samples does not know the names
+    everywhere = sums.reduce(backend, [*sorted({name for own in known for name in own}), "num_samples"])
+    num_samples = int(everywhere.pop("num_samples"))
+    return {**{name: total / num_samples for name, total in everywhere.items()}, "num_samples": num_samples}

@@ -1,0 +1,42 @@
+"""Optimizers, and learning rates as functions of the optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from hvd_ddp.config import TrainConfig
+
+
+def build(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """torch's optimizer of that name, with its own defaults but for lr, momentum and weight decay."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if config.optimizer == "sgd":
+        return SGD(trained, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+    if config.optimizer == "adam":
+        return Adam(trained, lr=config.lr, weight_decay=config.weight_decay)
+    return AdamW(trained, lr=config.lr, weight_decay=config.weight_decay)
+
+
+def learning_rate(config: TrainConfig, update: int, *, total: int, steps_per_epoch: int) -> float:
+    """Rate of the optimizer's step number `update` (from 0) of `total`.
+
+    Warm-up is linear: (update + 1) / warmup_steps. cosine is half a period from lr to 0 over what follows the warm-up
+    (Loshchilov and Hutter, SGDR, 2017, without restarts). step counts epochs from the start of training.
+    """
+    if update < config.warmup_steps:
+        return config.lr * (update + 1) / config.warmup_steps
+    if config.schedule == "cosine":
+        done = (update - config.warmup_steps) / max(1, total - config.warmup_steps)
+        return config.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    if config.schedule == "step":
+        return config.lr * config.decay_factor ** (update // (config.decay_every * steps_per_epoch))
+    return config.lr
+
+
+def depends_on_length(config: TrainConfig) -> bool:
+    """Whether rates already used would have been others in a longer run."""
+    return config.schedule == "cosine"

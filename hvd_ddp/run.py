@@ -1,0 +1,277 @@
+"""The run directory: who holds it, what a start does to what is there, and what is written into it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from hvd_ddp import checkpoint
+from hvd_ddp.backends.base import Backend
+from hvd_ddp.config import TrainConfig, may_change
+from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.job.launch import Launch
+from hvd_ddp.lock import Lock, read_json
+from hvd_ddp.log import Console, Lines, Metrics, console, log_to, stop_logging
+from hvd_ddp.optim import depends_on_length
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What this start does to the run directory; the same on every rank."""
+
+    directory: str
+    restart: int = 0
+    checkpoint: str | None = None  # where to go on from; None: step 0
+    finished: bool = False  # nothing is left to do
+    passed_over: tuple[str, ...] = ()  # what was wrong with newer checkpoints
+
+
+def default_directory(config: TrainConfig, launch: Launch) -> Path:
+    """--run-dir; else a name that a requeued job finds again; else one of the time."""
+    if config.run_dir is not None:
+        return config.run_dir
+    if launch.scheduler_job is not None:
+        return Path("runs") / f"job-{launch.scheduler_job}"
+    model = config.model.replace(":", "-").replace("/", "-")
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.data}-{model}"
+
+
+def plan(config: TrainConfig, directory: Path, *, total_steps: int) -> tuple[Start, bytes]:
+    """Decide by the table "the life of a run"; reads only. The bytes are those of the checkpoint to go on from.
+
+    Raises HvdDDPError where the directory holds a run that this configuration can't go on with.
+    """
+    summary = read_json(directory / "summary.json")
+    restart = int(summary.get("restart", -1)) + 1
+    existing = checkpoint.found(directory / "checkpoints")
+    started = bool(existing or summary or (directory / "config.yaml").exists())
+    if config.resume == "never" and started:
+        raise HvdDDPError(f"`{directory}` holds a run already, and --resume is `never`. Choose another --run-dir.")
+    if config.resume not in ("auto", "never"):
+        return _from_file(config, directory, existing=existing, total_steps=total_steps, restart=restart)
+    path, data, passed_over = checkpoint.newest_whole(directory / "checkpoints")
+    if path is None:
+        if existing:
+            raise HvdDDPError(
+                f"`{directory}` has {len(existing)} checkpoint(s), and none is whole: {' '.join(passed_over)} Starting "
+                "at step 0 would lose what they may still hold. Restore one, or choose another --run-dir."
+            )
+        if started:
+            _same_run(config, _read_yaml(directory / "config.yaml"), str(directory))
+        return Start(str(directory), restart), b""
+    state = checkpoint.parse(data, str(path))
+    _may_go_on(config, state, origin=str(path), total_steps=total_steps)
+    finished = summary.get("status") == "finished" and state["progress"]["step"] == total_steps
+    return Start(str(directory), restart, str(path), finished, tuple(passed_over)), data
+
+
+def _from_file(
+    config: TrainConfig, directory: Path, *, existing: list[Path], total_steps: int, restart: int
+) -> tuple[Start, bytes]:
+    if existing:
+        raise HvdDDPError(
+            f"--resume is `{config.resume}`, but `{directory}` has checkpoints of its own ({existing[0].name}). "
+            "Leave --resume out to go on from those, or choose another --run-dir."
+        )
+    path = Path(config.resume)
+    if not path.is_file():
+        raise HvdDDPError(
+            f"--resume is `{config.resume}`, and there is no such file. Give auto, never or a checkpoint."
+        )
+    data = checkpoint.verified(path)
+    _may_go_on(config, checkpoint.parse(data, str(path)), origin=str(path), total_steps=total_steps)
+    return Start(str(directory), restart, str(path)), data
+
+
+def _may_go_on(config: TrainConfig, state: dict[str, Any], *, origin: str, total_steps: int) -> None:
+    if not {"model", "optimizer", "progress", "config", "total_steps"} <= state.keys():
+        raise HvdDDPError(f"`{origin}` is no checkpoint of a run. To take its weights alone, use --init.")
+    _same_run(config, state["config"], f"Checkpoint `{origin}`")
+    step = state["progress"]["step"]
+    if total_steps < step:
+        raise HvdDDPError(
+            f"Checkpoint `{origin}` is at step {step}, and this run would end at step {total_steps}. "
+            "Give more --epochs or --max-steps, or another --run-dir."
+        )
+    if total_steps != state["total_steps"] and depends_on_length(config):
+        raise HvdDDPError(
+            f"Checkpoint `{origin}` was written on the way to step {state['total_steps']}, this run ends at step "
+            f"{total_steps}: with --schedule {config.schedule} the rates used so far would have been others. Keep the "
+            "length, or start anew with --init and another --run-dir."
+        )
+
+
+def _same_run(config: TrainConfig, saved: dict[str, Any], origin: str) -> None:
+    for name, value in config.to_dict().items():
+        if not may_change(name) and name in saved and saved[name] != value:
+            flag = "--" + name.replace("_", "-")
+            raise HvdDDPError(
+                f"{origin} was written with {name} `{saved[name]}`, this run has `{value}`: it would not be the same "
+                f"training any more. Use {flag} {saved[name]}, or another --run-dir."
+            )
+
+
+class Run:
+    """An open run directory. Rank 0 writes all but the log file of each rank."""
+
+    def __init__(self, config: TrainConfig, backend: Backend, *, total_steps: int) -> None:
+        """Decide what this start does, on rank 0, and tell all; raises HvdDDPError everywhere."""
+        self.config, self.backend, self.total_steps = config, backend, total_steps
+        self._data = b""
+        self.start = Start(**backend.on_main(self._plan))
+        self.directory = Path(self.start.directory)
+        self.console: Console = console(backend.is_main)
+        self.metrics = Metrics(self.directory / "metrics.jsonl" if backend.is_main else None)
+        self._began = time.monotonic()
+
+    def _plan(self) -> dict[str, Any]:
+        directory = default_directory(self.config, self.backend.launch)
+        self._lock = Lock(directory, self.backend.launch, timeout=self.config.timeout)
+        self._lock.refuse_if_held()
+        try:
+            start, self._data = plan(self.config, directory, total_steps=self.total_steps)
+        except OSError as error:
+            raise HvdDDPError(f"`{directory}` can't be read: {error.strerror}. Choose another --run-dir.") from error
+        return start.__dict__
+
+    def already_finished(self) -> None:
+        """Say that there is nothing to do; nothing is written."""
+        self.console.line(f"{self.directory} is already finished at step {self.total_steps}: nothing to do.")
+        self.console.close()
+
+    def open(self) -> None:
+        """Take the directory, write what the run starts with, and say what was seen and chosen."""
+        self.backend.on_main(self._open)
+        for line in banner(self.config, self.backend, self.directory):
+            self.console.line(line)
+        folder = self.directory / "logs" / str(self.start.restart)
+        self._handler = log_to(folder / f"rank_{self.backend.launch.rank:04d}.log")
+        self.metrics.write(
+            "start",
+            restart=self.start.restart,
+            **self._facts(),
+            hosts=self.backend.launch.nodes,
+            threads=torch.get_num_threads(),
+            device=str(self.backend.device),
+            torch=torch.__version__,
+        )
+
+    def _open(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / "checkpoints").mkdir(exist_ok=True)
+            self._lock.acquire()
+            text = yaml.safe_dump(self.config.to_dict(), sort_keys=False)
+            checkpoint.replace_file(self.directory / "config.yaml", text.encode())
+            self._write_summary("running", {})
+        except OSError as error:
+            raise HvdDDPError(
+                f"`{self.directory}` can't be written: {error.strerror}. Choose another --run-dir."
+            ) from error
+
+    def checkpoint_bytes(self) -> bytes:
+        """The checkpoint to go on from, on every rank: rank 0 has read and verified it once."""
+        return self.backend.broadcast_bytes(self._data if self.backend.is_main else None)
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Write a checkpoint (rank 0)."""
+        if self.backend.is_main:
+            path = checkpoint.save(self.directory / "checkpoints", step, state, keep=self.config.keep)
+            self.metrics.write("save", step=step, file=path.name)
+
+    def close(self, status: str, results: dict[str, Any]) -> None:
+        """Write the summary and give the directory back."""
+        seconds = time.monotonic() - self._began
+        self.metrics.write("end", status=status, seconds=seconds, **results)
+        if self.backend.is_main:
+            self._write_summary(status, {**results, "seconds": seconds})
+            self._lock.release()
+        self.console.close()
+        if self.backend.is_main:
+            self._say_end(status, results, seconds)
+        stop_logging(self._handler)
+
+    def _say_end(self, status: str, results: dict[str, Any], seconds: float) -> None:
+        lines = Lines()
+        lines.line(
+            f"{status}: {results['steps']} steps in {seconds:.1f} s, {results['samples_per_second']:.0f} samples/s, "
+            f"{figures(results)}; {self.directory}"
+        )
+
+    def trained(self, *, step: int, **row: Any) -> None:
+        """Report an interval of training steps."""
+        self.metrics.write("train", step=step, **row)
+        text = "epoch {epoch}  loss {loss:.4f}  lr {lr:.2e}  {samples_per_second:.0f} samples/s".format(**row)
+        self.console.progress(step, self.total_steps, text)
+        log.info("step %d  %s", step, text)
+
+    def evaluated(self, *, step: int, epoch: int, results: dict[str, float]) -> None:
+        """Report an evaluation."""
+        self.metrics.write("eval", step=step, epoch=epoch, **results)
+        text = figures(results)
+        self.console.line(f"evaluation at step {step}: {text}")
+        log.info("evaluation at step %d: %s", step, text)
+
+    def resumed(self, *, step: int, epoch: int) -> None:
+        """Report where this start goes on, and what it passed over."""
+        for reason in self.start.passed_over:
+            self.console.line(f"passed over: {reason}")
+        text = f"resuming from {self.start.checkpoint}, step {step} of {self.total_steps}"
+        self.console.line(text)
+        log.info(text)
+        self.metrics.write("resume", step=step, epoch=epoch, file=self.start.checkpoint)
+
+    def _facts(self) -> dict[str, Any]:
+        backend, launch = self.backend, self.backend.launch
+        return {
+            "backend": backend.name,
+            "transport": backend.transport,
+            "launcher": launch.launcher,
+            "world_size": launch.world_size,
+            "global_batch": self.config.global_batch,
+        }
+
+    def _write_summary(self, status: str, results: dict[str, Any]) -> None:
+        job = self.backend.launch.scheduler_job
+        summary = {"status": status, "restart": self.start.restart, "job": job, **self._facts(), **results}
+        checkpoint.replace_file(self.directory / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+
+
+def figures(results: dict[str, float]) -> str:
+    """An evaluation's results in words."""
+    known = ("steps", "epochs", "samples_per_second", "num_samples")
+    text = ", ".join(f"{name} {value:.4f}" for name, value in results.items() if name not in known)
+    return text + (f" on {results['num_samples']} samples" if "num_samples" in results else "")
+
+
+def banner(config: TrainConfig, backend: Backend, directory: Path) -> list[str]:
+    """What was seen, what was chosen and why, in per-rank and global numbers."""
+    launch = backend.launch
+    share = f"{config.global_batch / launch.world_size:g} a rank"
+    cut = f", in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
+    return [
+        f"launcher {launch.launcher} ({launch.seen}), {launch.world_size} rank(s) on {', '.join(launch.nodes[:8])}"
+        + (f" and {len(launch.nodes) - 8} more" if len(launch.nodes) > 8 else ""),
+        f"backend {backend.name} ({backend.why}), transport {backend.transport}, device {backend.device}, "
+        f"{torch.get_num_threads()} thread(s) a rank",
+        f"data {config.data}, model {config.model}, {config.optimizer} at {config.lr:g}, {config.precision}; "
+        f"global batch {config.global_batch}: {share}{cut}",
+        f"run directory {directory}",
+    ]
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,239 @@
+"""Trainer: from a batch to a step, the same text under every backend."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from hvd_ddp import checkpoint
+from hvd_ddp.backends.base import Backend, average_buffers
+from hvd_ddp.config import TrainConfig
+from hvd_ddp.data.arrays import Data
+from hvd_ddp.data.loader import ArrayLoader, Batch
+from hvd_ddp.data.sampler import GlobalBatchSampler
+from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.evaluation import evaluate
+from hvd_ddp.metrics import Sums
+from hvd_ddp.optim import learning_rate
+from hvd_ddp.precision import Precision
+from hvd_ddp.run import Run
+from hvd_ddp.tasks import Classification, Task
+
+
+class Trainer:
+    """Trains `model` with `optimizer` on `data` over the ranks of `backend`, which is set up already.
+
+    `model` stays bare: state dicts have no prefix, evaluation uses it. `step` counts global batches used, `updates`
+    the optimizer's steps: fewer when fp16 overflowed. Raises HvdDDPError for options that do not fit the data or the
+    number of ranks.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: nn.Module,
+        optimizer: Optimizer,
+        data: Data,
+        backend: Backend,
+        *,
+        task: Task | None = None,
+    ) -> None:
+        check(config, data, backend.launch.world_size)
+        self.config, self.data, self.backend = config, data, backend
+        self.task = task or Classification(config.label_smoothing)
+        self.precision = Precision(config.precision, backend.device)
+        self.model = model.to(backend.device, self.precision.dtype)
+        self.wrapped, self.optimizer = backend.prepare(
+            self.model,
+            optimizer,
+            accumulate=config.accumulate,
+            find_unused_parameters=config.find_unused_parameters,
+        )
+        self.step = self.updates = 0
+        self.steps_per_epoch = -(-len(data.train) // config.global_batch)
+        self.total_steps = config.max_steps or config.epochs * self.steps_per_epoch
+        self._loaders = [
+            ArrayLoader(part, mean=data.mean, std=data.std, device=backend.device, dtype=self.precision.dtype)
+            for part in (data.train, data.eval)
+        ]
+        self._norms = [module for module in self.model.modules() if isinstance(module, _NormBase)]
+        self._sums = Sums(backend.device)
+        self._grad_norm: Tensor | None = None
+        self._averaged_at = -1
+
+    def fit(self) -> dict[str, Any]:
+        """Train to the end from wherever the run directory is; returns the summary's figures."""
+        run = Run(self.config, self.backend, total_steps=self.total_steps)
+        if run.start.finished:
+            run.already_finished()
+            return {}
+        run.open()
+        self._resume(run)
+        self._interval = time.perf_counter()
+        began, first, results = self._interval, self.step, {}
+        for micros, window in self._batches():
+            self.train_step(micros, window)
+            if self.step % self.config.log_every == 0 or self.step == self.total_steps:
+                self._log(run)
+            if self._due(self.config.eval_every * self.steps_per_epoch):
+                results = self._evaluate(run)
+            if self._due(self.config.save_every or self.steps_per_epoch):
+                self._save(run)
+        if not results:  # the last step was done before this start
+            results = self._evaluate(run)
+        speed = (self.step - first) * self.config.global_batch / (time.perf_counter() - began)
+        results |= {"steps": self.step, "epochs": self.step / self.steps_per_epoch, "samples_per_second": speed}
+        self.backend.barrier()
+        run.close("finished", results)
+        return results
+
+    def train_step(self, micros: list[Batch], window: int) -> None:
+        """One optimizer step: this rank's micro-batches of a global batch of `window` samples over all ranks."""
+        backend, world_size = self.backend, self.backend.launch.world_size
+        torch.manual_seed(_seed(self.config.seed, self.step, backend.launch.rank))  # dropout: no state to restore
+        rate = learning_rate(self.config, self.updates, total=self.total_steps, steps_per_epoch=self.steps_per_epoch)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        for number, micro in enumerate(micros, 1):
+            with backend.no_sync(self.wrapped) if number < len(micros) else nullcontext():
+                losses = self._losses(micro)
+                # Backends average over ranks: times world_size it is the gradient of the mean over the window.
+                self.precision.backward(losses.sum() * (world_size / window))
+            self._sums.add("loss", losses.detach().sum())
+            self._sums.add("num_samples", micro.num_samples)
+        with backend.synchronize(self.optimizer):
+            self.precision.unscale(self.optimizer)
+            self._grad_norm = self._clip()
+            self.updates += self.precision.step(self.optimizer)
+        self.optimizer.zero_grad()
+        self.step += 1
+
+    def _losses(self, batch: Batch) -> Tensor:
+        """One loss a sample; zeros for a stand-in, whose forward only makes this rank take part."""
+        if batch.num_samples:
+            with self.precision.autocast():
+                return self.task.losses(self.wrapped, batch)
+        training = [norm for norm in self._norms if norm.training]
+        for norm in training:  # a stand-in stays out of the batch statistics
+            norm.eval()
+        with self.precision.autocast():
+            losses = self.task.losses(self.wrapped, batch) * 0
+        for norm in training:
+            norm.train()
+        return losses
+
+    def _clip(self) -> Tensor | None:
+        if self.config.clip_norm is not None:
+            return nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        if (self.step + 1) % self.config.log_every:
+            return None  # nobody asks for it
+        norms = [torch.linalg.vector_norm(p.grad) for p in self.model.parameters() if p.grad is not None]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
+
+    def evaluate(self) -> dict[str, float]:
+        """Means over the evaluation set, each sample counted once over all ranks, and `num_samples`."""
+        self._average_buffers()
+        return evaluate(self.model, self._loaders[1], task=self.task, precision=self.precision, backend=self.backend)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that goes on in another process needs, in plain types."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.precision.scaler.state_dict(),
+            "progress": {"step": self.step, "updates": self.updates},
+            "total_steps": self.total_steps,
+            "config": self.config.to_dict(),
+            "data": {"name": self.data.name, "num_samples": len(self.data.train), "num_classes": self.data.num_classes},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()` of any number of ranks and any backend."""
+        if state["data"]["num_samples"] != len(self.data.train):
+            raise HvdDDPError(
+                f"The checkpoint was written with `{state['data']['num_samples']}` training samples, here are "
+                f"`{len(self.data.train)}`: the data order would change. Use the same files, or another --run-dir."
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.precision.scaler.load_state_dict(state["scaler"])
+        self.step, self.updates = state["progress"]["step"], state["progress"]["updates"]
+
+    def _batches(self) -> Iterator[tuple[list[Batch], int]]:
+        """From the present step to the last: this rank's micro-batches, and the samples that all ranks use."""
+        launch, config = self.backend.launch, self.config
+        while self.step < self.total_steps:
+            epoch, start = divmod(self.step, self.steps_per_epoch)
+            sampler = GlobalBatchSampler(
+                len(self.data.train), config.global_batch,
+                rank=launch.rank, world_size=launch.world_size, seed=config.seed, epoch=epoch, start=start,
+            )  # fmt: skip
+            for indices, window in sampler:
+                yield self._loaders[0].micro_batches(indices, config.accumulate), window
+                if self.step >= self.total_steps:
+                    return
+
+    def _due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.total_steps
+
+    def _average_buffers(self) -> None:
+        if self._averaged_at != self.step:
+            average_buffers(self.backend, self.model)
+            self._averaged_at = self.step
+
+    def _resume(self, run: Run) -> None:
+        if run.start.checkpoint is None:
+            return
+        self.load_state_dict(checkpoint.parse(run.checkpoint_bytes(), run.start.checkpoint))
+        self._averaged_at = self.step
+        run.resumed(step=self.step, epoch=self.step // self.steps_per_epoch)
+
+    def _save(self, run: Run) -> None:
+        self._average_buffers()
+        run.save(self.step, self.state_dict())
+
+    def _log(self, run: Run) -> None:
+        sums = self._sums.reduce(self.backend, ["loss", "num_samples"])
+        now = time.perf_counter()
+        run.trained(
+            step=self.step,
+            epoch=(self.step - 1) // self.steps_per_epoch,
+            loss=sums["loss"] / sums["num_samples"],
+            lr=self.optimizer.param_groups[0]["lr"],
+            grad_norm=None if self._grad_norm is None else float(self._grad_norm),
+            samples_per_second=sums["num_samples"] / (now - self._interval),
+        )
+        self._interval = now
+
+    def _evaluate(self, run: Run) -> dict[str, Any]:
+        results = self.evaluate()
+        run.evaluated(step=self.step, epoch=(self.step - 1) // self.steps_per_epoch, results=results)
+        return {name: value for name, value in results.items() if name != "num_samples"}
+
+
+def check(config: TrainConfig, data: Data, world_size: int) -> None:
+    """Raise HvdDDPError for options that do not fit the data or the number of ranks."""
+    if len(data.train) < config.global_batch:
+        raise HvdDDPError(
+            f"--global-batch is `{config.global_batch}`, but {data.name} has `{len(data.train)}` training samples: not "
+            "one whole step. Use a smaller --global-batch."
+        )
+    if config.global_batch < world_size * config.accumulate:
+        raise HvdDDPError(
+            f"--global-batch is `{config.global_batch}`, for {world_size} ranks with --accumulate "
+            f"{config.accumulate}: some micro-batches would be empty in every step. Use a --global-batch of at least "
+            f"{world_size * config.accumulate}, or fewer ranks."
+        )
+
+
+def _seed(seed: int, step: int, rank: int) -> int:
+    """63 bits that follow from the three numbers."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest(), "big") >> 1
