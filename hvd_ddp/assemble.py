@@ -49,7 +49,7 @@ def read_weights(path: Path) -> bytes:
 def fit_weights(model: nn.Module, state: dict[str, Any], origin: str) -> None:
     """Load the weights; HvdDDPError where names or shapes are not the model's."""
     try:
-        model.load_state_dict(state["model"] if "model" in state else state)
+        model.load_state_dict(state.get("model", state))
     except (RuntimeError, AttributeError, TypeError) as error:
         said = " ".join(str(error).split())
         raise HvdDDPError(f"The weights in `{origin}` do not fit the model: {said[:300]}") from error

@@ -129,7 +129,7 @@ class Run:
         self._data = b""
         self.start = Start(**backend.on_main(self._plan))
         self.directory = Path(self.start.directory)
-        self.console: Console = console(backend.is_main)
+        self.console: Console = console(is_main=backend.is_main, behind_mpi=backend.launch.mpi is not None)
         self.metrics = Metrics(self.directory / "metrics.jsonl" if backend.is_main else None)
         self._began = time.monotonic()
 
