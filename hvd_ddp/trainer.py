@@ -68,6 +68,7 @@ class Trainer:
         self._sums = Sums(backend.device)
         self._grad_norm: Tensor | None = None
         self._averaged_at = -1
+        self._data_wait = 0.0  # seconds since the last log
 
     def fit(self) -> dict[str, Any]:
         """Train to the end from wherever the run directory is; returns the summary's figures."""
@@ -177,7 +178,10 @@ class Trainer:
                 rank=launch.rank, world_size=launch.world_size, seed=config.seed, epoch=epoch, start=start,
             )  # fmt: skip
             for indices, window in sampler:
-                yield self._loaders[0].micro_batches(indices, config.accumulate), window
+                began = time.perf_counter()
+                micros = self._loaders[0].micro_batches(indices, config.accumulate)
+                self._data_wait += time.perf_counter() - began
+                yield micros, window
                 if self.step >= self.total_steps:
                     return
 
@@ -210,8 +214,9 @@ class Trainer:
             lr=self.optimizer.param_groups[0]["lr"],
             grad_norm=None if self._grad_norm is None else float(self._grad_norm),
             samples_per_second=sums["num_samples"] / (now - self._interval),
+            data_wait=self._data_wait / (now - self._interval),  # share of the time, on this rank
         )
-        self._interval = now
+        self._interval, self._data_wait = now, 0.0
 
     def _evaluate(self, run: Run) -> dict[str, Any]:
         results = self.evaluate()

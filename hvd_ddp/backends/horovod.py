@@ -61,8 +61,8 @@ class HorovodBackend(Backend):
             raise HvdDDPError(
                 f"Horovod says rank `{hvd.rank()}` of `{hvd.size()}`, but {self.launch.launcher} started this as rank "
                 f"`{self.launch.rank}` of `{self.launch.world_size}`: every process would train alone. Horovod's MPI "
-                f"is not the one of the launcher. Use --transport gloo, or {self.launch.launcher}'s MPI on PATH when you "
-                "run `python -m hvd_ddp install-horovod`."
+                f"is not the one of the launcher. Use --transport gloo, or put {self.launch.launcher}'s MPI on PATH "
+                "and run `python -m hvd_ddp install-horovod`."
             )
         self._hvd = hvd
 

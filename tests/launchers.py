@@ -1,0 +1,90 @@
+"""Start programs under the real launchers, with hard time limits: a hang is a failure."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        return self.out + self.err
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment of the tests, without what an outer launcher may have left, with this Python first on PATH."""
+    foreign = ("SLURM_", "OMPI_", "PMI", "HOROVOD_", "TORCHELASTIC_", "HVD_DDP_", "HYDI_", "MPI_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "_"):
+        env.pop(name, None)
+    env |= {
+        "PATH": f"{BIN}{os.pathsep}{env['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    return env | extra
+
+
+def run(command: list[str], *, timeout: float = 120, cwd: Path | None = None, **extra: str) -> Result:
+    """Run to the end, or kill the whole process group and fail."""
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment(**extra),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"still running after {timeout} s: {command}\n{out[-4000:]}\n{err[-4000:]}") from None
+    return Result(process.returncode, out, err)
+
+
+def command(launcher: str, num_ranks: int, program: list[str]) -> list[str]:
+    """`program` (arguments of python) on so many ranks under that launcher."""
+    python = [sys.executable, *program]
+    n = str(num_ranks)
+    match launcher:
+        case "python":
+            assert num_ranks == 1
+            return python
+        case "torchrun":
+            module = program[1:] if program[0] == "-m" else program
+            kind = ["-m"] if program[0] == "-m" else []
+            return [str(BIN / "torchrun"), "--nproc-per-node", n, *kind, *module]
+        case "mpirun":
+            return [str(BIN / "mpirun"), "-np", n, "--oversubscribe", *python]
+        case "mpiexec.mpich":
+            return ["mpiexec.mpich", "-n", n, *python]
+        case "horovodrun --gloo":
+            return [str(BIN / "horovodrun"), "--gloo", "-np", n, "-H", f"localhost:{n}", *python]
+        case "horovodrun":
+            return [str(BIN / "horovodrun"), "-np", n, *python]
+        case "--nproc":
+            return [*python, "--nproc", n]
+    raise ValueError(launcher)
+
+
+def train(launcher: str, num_ranks: int, *options: str, timeout: float = 120, cwd: Path | None = None) -> Result:
+    """`python -m hvd_ddp train` under that launcher, one thread a rank."""
+    program = ["-m", "hvd_ddp", "train", "--threads", "1", *options]
+    return run(command(launcher, num_ranks, program), timeout=timeout, cwd=cwd)

@@ -1,0 +1,74 @@
+"""Backend by launcher: every cell is a real start of the command line, and all end with the same bits."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from launchers import Result, train
+
+# (launcher, --backend): (what must have been chosen)
+CELLS = {
+    ("--nproc", "ddp"): ("ddp", "gloo"),
+    ("--nproc", "horovod"): ("horovod", "gloo"),
+    ("torchrun", "auto"): ("ddp", "gloo"),
+    ("torchrun", "horovod"): ("horovod", "gloo"),
+    ("mpirun", "auto"): ("ddp", "gloo"),
+    ("mpirun", "horovod"): ("horovod", "mpi"),
+    ("mpiexec.mpich", "auto"): ("ddp", "gloo"),
+    ("mpiexec.mpich", "horovod"): ("horovod", "gloo"),
+    ("horovodrun --gloo", "auto"): ("horovod", "gloo"),
+    ("horovodrun --gloo", "ddp"): ("ddp", "gloo"),
+    ("horovodrun", "auto"): ("horovod", "mpi"),
+    ("horovodrun", "ddp"): ("ddp", "gloo"),
+}
+OPTIONS = ["--max-steps", "12", "--global-batch", "50", "--clip-norm", "0.5", "--optimizer", "adamw",
+           "--weight-decay", "0.1", "--accumulate", "2", "--save-every", "5", "--log-every", "4"]  # fmt: skip
+SEEN: dict[tuple[str, str], dict] = {}
+
+
+def start(launcher: str, num_ranks: int, backend: str, folder: Path) -> tuple[Result, dict, dict]:
+    result = train(launcher, num_ranks, *OPTIONS, "--backend", backend, "--run-dir", str(folder / "run"), cwd=folder)
+    assert result.code == 0, result.text[-4000:]
+    state = torch.load(folder / "run/checkpoints/step_00000012.pt", weights_only=True)
+    return result, state, json.loads((folder / "run/summary.json").read_text())
+
+
+def flat(state: dict) -> dict[str, torch.Tensor]:
+    found = {f"model.{name}": value for name, value in state["model"].items()}
+    for index, entry in state["optimizer"]["state"].items():
+        found |= {f"optimizer.{index}.{name}": value for name, value in entry.items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    _, state, _ = start("torchrun", 2, "ddp", tmp_path_factory.mktemp("wanted"))
+    return flat(state)
+
+
+@pytest.mark.parametrize(("launcher", "backend"), CELLS)
+def test_two_ranks_end_with_the_same_bits(launcher: str, backend: str, wanted: dict, tmp_path: Path) -> None:
+    result, state, summary = start(launcher, 2, backend, tmp_path)
+    chosen = CELLS[launcher, backend]
+    assert (summary["backend"], summary["transport"]) == chosen
+    assert summary["world_size"] == 2
+    assert summary["status"] == "finished"
+    assert f"backend {chosen[0]} (" in result.out  # the banner says what was chosen and why
+    assert "launcher " in result.out
+    if launcher.startswith("horovodrun") and backend == "auto":
+        assert "backend horovod (horovodrun started it)" in result.out
+    mine = flat(state)
+    assert mine.keys() == wanted.keys()
+    different = [name for name in wanted if not torch.equal(mine[name], wanted[name])]
+    assert not different
+    assert not list(tmp_path.glob("**/.rendezvous*")), "left behind by the rendezvous"
+    assert result.out.count("finished: ") == 1
+
+
+def test_local(wanted: dict, tmp_path: Path) -> None:
+    """One process sums in another order: close, not equal (float64 is held to 1e-12 in tests/contract)."""
+    _, state, summary = start("python", 1, "auto", tmp_path)
+    assert (summary["backend"], summary["launcher"], summary["world_size"]) == ("local", "single", 1)
+    for name, tensor in state["model"].items():
+        assert torch.allclose(tensor, wanted[f"model.{name}"], atol=1e-3), name

@@ -1,0 +1,115 @@
+"""Killed at any step, the same command goes on and ends with the uninterrupted run's bits."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from launchers import command, environment, train
+
+OPTIONS = ["-m", "hvd_ddp", "train", "--threads", "1", "--max-steps", "40", "--global-batch", "48", "--save-every", "4",
+           "--optimizer", "adamw", "--weight-decay", "0.1", "--schedule", "cosine", "--warmup-steps", "6",
+           "--log-every", "1", "--label-smoothing", "0.1"]  # fmt: skip
+
+
+def flat(folder: Path) -> dict[str, torch.Tensor]:
+    state = torch.load(folder / "checkpoints/step_00000040.pt", weights_only=True)
+    found = {f"model.{name}": value for name, value in state["model"].items()}
+    for index, entry in state["optimizer"]["state"].items():
+        found |= {f"optimizer.{index}.{name}": value for name, value in entry.items()}
+    return found
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """Processes whose command line names the run directory: the launcher and the ranks."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if str(folder).encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def last_step(folder: Path) -> int:
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        return max([json.loads(line).get("step", 0) for line in lines if line.endswith("}")], default=0)
+    except (OSError, ValueError):
+        return 0
+
+
+def kill_at(step: int, launcher: str, options: list[str], folder: Path) -> None:
+    """Start, SIGKILL every process of the job when the step shows up, wait until all are gone."""
+    process = subprocess.Popen(
+        command(launcher, 2, [*options, "--run-dir", str(folder)]),
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 90
+    while last_step(folder) < step:
+        assert process.poll() is None, "it ended before it was killed"
+        assert time.monotonic() < deadline, "no such step came"
+        time.sleep(0.01)
+    while pids := ranks_of(folder):
+        assert time.monotonic() < deadline
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.05)
+    process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    folder = tmp_path_factory.mktemp("wanted") / "run"
+    result = train("torchrun", 2, *OPTIONS[4:], "--run-dir", str(folder))
+    assert result.code == 0, result.text[-3000:]
+    return flat(folder)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun"])
+def test_killed_three_times_ends_with_the_same_bits(launcher: str, wanted: dict, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for step in (3, 13, 29):
+        kill_at(step, launcher, OPTIONS, folder)
+    result = train(launcher, 2, *OPTIONS[4:], "--run-dir", str(folder))
+    assert result.code == 0, result.text[-3000:]
+    assert "resuming from" in result.out
+    assert json.loads((folder / "summary.json").read_text())["restart"] == 3
+    mine = flat(folder)
+    assert [name for name in wanted if not torch.equal(mine[name], wanted[name])] == []
+
+
+def test_begun_under_horovod_and_ended_under_ddp(wanted: dict, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    kill_at(11, "horovodrun --gloo", OPTIONS, folder)
+    kill_at(22, "mpirun", OPTIONS, folder)
+    result = train("horovodrun", 2, *OPTIONS[4:], "--run-dir", str(folder))
+    assert result.code == 0, result.text[-3000:]
+    starts = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    backends = [line["backend"] for line in starts if line["kind"] == "start"]
+    assert backends == ["horovod", "ddp", "horovod"]
+    mine = flat(folder)
+    assert [name for name in wanted if not torch.equal(mine[name], wanted[name])] == []
+
+
+def test_on_another_number_of_ranks(wanted: dict, tmp_path: Path) -> None:
+    """Other ranks, other order of sums: close, with every sample used in the same step."""
+    folder = tmp_path / "run"
+    kill_at(17, "torchrun", OPTIONS, folder)
+    result = train("mpirun", 3, *OPTIONS[4:], "--run-dir", str(folder))
+    assert result.code == 0, result.text[-3000:]
+    mine = flat(folder)
+    assert all(torch.allclose(mine[name], wanted[name], atol=2e-2) for name in wanted)
