@@ -14,9 +14,16 @@ class HvdDDPError(Exception):
     """
 
     exit_code = USER_ERROR
+    everywhere = True  # all ranks raise the same: one of them says it
 
 
 class RankFailedError(HvdDDPError):
     """A rank failed or never came: said in one paragraph that names it; exits with 1."""
 
     exit_code = FAILED
+
+
+class RankZeroMissingError(RankFailedError):
+    """Rank 0, which would say what is wrong for all, never came: each rank says so."""
+
+    everywhere = False

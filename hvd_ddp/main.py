@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.job.launch import is_speaker
 
 COMMANDS = {
     "train": "hvd_ddp.commands.train",
@@ -21,5 +22,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = import_module(COMMANDS[name]).run(arguments)
         return code
     except HvdDDPError as error:
-        print(f"hvd_ddp: {error}", file=sys.stderr)
+        if is_speaker() or not error.everywhere:
+            print(f"hvd_ddp: {error}", file=sys.stderr)
         return error.exit_code

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from hvd_ddp.config import TrainConfig, may_change
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch
 from hvd_ddp.lock import Lock, read_json
-from hvd_ddp.log import Console, Lines, Metrics, console, log_to, stop_logging
+from hvd_ddp.log import Console, Metrics, console, log_to, stop_logging
 from hvd_ddp.optim import depends_on_length
 
 log = logging.getLogger(__name__)
@@ -131,6 +133,8 @@ class Run:
         self.directory = Path(self.start.directory)
         self.console: Console = console(is_main=backend.is_main, behind_mpi=backend.launch.mpi is not None)
         self.metrics = Metrics(self.directory / "metrics.jsonl" if backend.is_main else None)
+        self.step = 0  # the last one that was reported
+        self._handler: logging.Handler | None = None
         self._began = time.monotonic()
 
     def _plan(self) -> dict[str, Any]:
@@ -143,10 +147,38 @@ class Run:
             raise HvdDDPError(f"`{directory}` can't be read: {error.strerror}. Choose another --run-dir.") from error
         return start.__dict__
 
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Leave the terminal as it was; after an exception also a record of it."""
+        self.console.close()
+        if error is not None and self._handler is not None:  # not into a directory that is not ours
+            with contextlib.suppress(OSError):  # the first error counts
+                self._record(error)
+
+    def _record(self, error: BaseException) -> None:
+        launch = self.backend.launch
+        log.error("failed", exc_info=error)
+        record = {
+            "rank": launch.rank,
+            "host": (launch.hosts or ("",))[launch.rank],
+            "step": self.step,
+            "exception": f"{type(error).__name__}: {error}",
+            "traceback": "".join(traceback.format_exception(error)),
+            "time": time.time(),
+        }
+        folder = self.directory / "failures" / str(self.start.restart)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(record, indent=1) + "\n"
+        checkpoint.replace_file(folder / f"rank_{launch.rank:04d}.json", text.encode())
+        if self.backend.is_main:
+            self._write_summary("failed", {"steps": self.step})
+            self._lock.release()
+
     def already_finished(self) -> None:
         """Say that there is nothing to do; nothing is written."""
         self.console.line(f"{self.directory} is already finished at step {self.total_steps}: nothing to do.")
-        self.console.close()
 
     def open(self) -> None:
         """Take the directory, write what the run starts with, and say what was seen and chosen."""
@@ -195,20 +227,16 @@ class Run:
         if self.backend.is_main:
             self._write_summary(status, {**results, "seconds": seconds})
             self._lock.release()
-        self.console.close()
-        if self.backend.is_main:
-            self._say_end(status, results, seconds)
-        stop_logging(self._handler)
-
-    def _say_end(self, status: str, results: dict[str, Any], seconds: float) -> None:
-        lines = Lines()
-        lines.line(
-            f"{status}: {results['steps']} steps in {seconds:.1f} s, {results['samples_per_second']:.0f} samples/s, "
-            f"{figures(results)}; {self.directory}"
-        )
+            self.console.line(
+                f"{status}: {results['steps']} steps in {seconds:.1f} s, "
+                f"{results['samples_per_second']:.0f} samples/s, {figures(results)}; {self.directory}"
+            )
+        if self._handler is not None:
+            stop_logging(self._handler)
 
     def trained(self, *, step: int, **row: Any) -> None:
         """Report an interval of training steps."""
+        self.step = step
         self.metrics.write("train", step=step, **row)
         text = "epoch {epoch}  loss {loss:.4f}  lr {lr:.2e}  {samples_per_second:.0f} samples/s".format(**row)
         self.console.progress(step, self.total_steps, text)

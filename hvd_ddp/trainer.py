@@ -72,12 +72,15 @@ class Trainer:
 
     def fit(self) -> dict[str, Any]:
         """Train to the end from wherever the run directory is; returns the summary's figures."""
-        run = Run(self.config, self.backend, total_steps=self.total_steps)
-        if run.start.finished:
-            run.already_finished()
-            return {}
-        run.open()
-        self._resume(run)
+        with Run(self.config, self.backend, total_steps=self.total_steps) as run:
+            if run.start.finished:
+                run.already_finished()
+                return {}
+            run.open()
+            self._resume(run)
+            return self._fit(run)
+
+    def _fit(self, run: Run) -> dict[str, Any]:
         self._interval = time.perf_counter()
         began, first, results = self._interval, self.step, {}
         for micros, window in self._batches():

@@ -161,15 +161,18 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
 def average_buffers(backend: Backend, model: nn.Module) -> None:
     """Average floating-point buffers (BatchNorm's running statistics) over ranks, in place.
 
-    They follow each rank's own share of the data; evaluation and checkpoints want one set. All of one dtype travel in
-    one all_reduce.
+    They follow each rank's own share of the data; evaluation and checkpoints want one set. Integer buffers (batches
+    seen, fewer on a rank that had no sample in a step) take the largest. All of one dtype travel in one all_reduce.
     """
     if backend.launch.world_size == 1:
         return
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    buffers = [buffer for buffer in model.buffers() if buffer.dtype != torch.bool and not buffer.is_complex()]
     for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
         group = [buffer for buffer in buffers if buffer.dtype == dtype]
-        total = backend.all_reduce(torch.cat([buffer.detach().reshape(-1) for buffer in group]))
-        total /= backend.launch.world_size
-        for buffer, mean in zip(group, total.split([buffer.numel() for buffer in group]), strict=True):
-            buffer.copy_(mean.view_as(buffer))
+        together = torch.cat([buffer.detach().reshape(-1) for buffer in group])
+        if dtype.is_floating_point:
+            one = backend.all_reduce(together, "sum") / backend.launch.world_size
+        else:
+            one = backend.all_reduce(together, "max")
+        for buffer, value in zip(group, one.split([buffer.numel() for buffer in group]), strict=True):
+            buffer.copy_(value.view_as(buffer))

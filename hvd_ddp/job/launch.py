@@ -142,6 +142,12 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     )
 
 
+def is_speaker() -> bool:
+    """Whether this process is rank 0, or may be as far as its environment tells: it says what all ranks found."""
+    rows = [row for row in LAUNCHERS if all(os.environ.get(name) for name in row.required)]
+    return not rows or os.environ[rows[0].rank] == "0"
+
+
 def export(values: Mapping[str, str]) -> None:
     """Set variables that a foreign library can only read from the environment."""
     os.environ.update(values)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvd_ddp.errors import HvdDDPError, RankFailedError
+from hvd_ddp.errors import HvdDDPError, RankFailedError, RankZeroMissingError
 from hvd_ddp.job.channels import Channel, channel_for
 from hvd_ddp.job.launch import Launch
 from hvd_ddp.job.network import LOOPBACK, addresses, interface_of, listen, serve_store, store_client
@@ -225,7 +225,7 @@ def _join(launch: Launch, channel: Channel, *, hello: dict[str, Any], deadline: 
             raise (RankFailedError if message["failed"] else HvdDDPError)(message["error"])
         host, port = message["store"]
         return _meeting(launch, message["peers"], store=store_client(host, port), address=address)
-    raise RankFailedError(
+    raise RankZeroMissingError(
         f"Rank 0 was not found before --start-timeout (this is rank {launch.rank} on {hello['host']}). See why it did "
         "not start (its log, its node), and whether all ranks see the same file system."
     )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import uuid
 from collections.abc import Sequence
 
-from hvd_ddp.errors import FAILED, FINISHED, HvdDDPError
+from hvd_ddp.errors import FAILED, FINISHED, INTERRUPTED, HvdDDPError
 from hvd_ddp.job.launch import Launch
 
 
 def spawn(num_ranks: int, arguments: Sequence[str]) -> int:
     """Run `python -m hvd_ddp <arguments>` as `num_ranks` local ranks; returns the first failing rank's exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -31,6 +33,8 @@ def spawn(num_ranks: int, arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else FAILED
+    except SignalException as stopped:  # the agent has passed it on and the ranks are gone
+        return INTERRUPTED if stopped.sigval == signal.SIGINT else 128 + stopped.sigval
     return FINISHED
 
 
