@@ -172,9 +172,11 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(record, indent=1) + "\n"
         checkpoint.replace_file(folder / f"rank_{launch.rank:04d}.json", text.encode())
-        if self.backend.is_main:
-            self._write_summary("failed", {"steps": self.step})
-            self._lock.release()
+
+    def _give_up(self) -> None:
+        """Leave the directory as that of a failed run."""
+        self._write_summary("failed", {"steps": self.step})
+        self._lock.release()
 
     def already_finished(self) -> None:
         """Say that there is nothing to do; nothing is written."""
@@ -183,6 +185,8 @@ class Run:
     def open(self) -> None:
         """Take the directory, write what the run starts with, and say what was seen and chosen."""
         self.backend.on_main(self._open)
+        if self.backend.is_main:
+            self.backend.meeting.farewells.append(self._give_up)
         for line in banner(self.config, self.backend, self.directory):
             self.console.line(line)
         folder = self.directory / "logs" / str(self.start.restart)
@@ -225,6 +229,7 @@ class Run:
         seconds = time.monotonic() - self._began
         self.metrics.write("end", status=status, seconds=seconds, **results)
         if self.backend.is_main:
+            self.backend.meeting.farewells.remove(self._give_up)
             self._write_summary(status, {**results, "seconds": seconds})
             self._lock.release()
             self.console.line(

@@ -74,7 +74,7 @@ def kill_at(step: int, launcher: str, options: list[str], folder: Path) -> None:
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     folder = tmp_path_factory.mktemp("wanted") / "run"
-    result = train("torchrun", 2, *OPTIONS[4:], "--run-dir", str(folder))
+    result = train("torchrun", 2, *OPTIONS[5:], "--run-dir", str(folder))
     assert result.code == 0, result.text[-3000:]
     return flat(folder)
 
@@ -84,7 +84,7 @@ def test_killed_three_times_ends_with_the_same_bits(launcher: str, wanted: dict,
     folder = tmp_path / "run"
     for step in (3, 13, 29):
         kill_at(step, launcher, OPTIONS, folder)
-    result = train(launcher, 2, *OPTIONS[4:], "--run-dir", str(folder))
+    result = train(launcher, 2, *OPTIONS[5:], "--run-dir", str(folder))
     assert result.code == 0, result.text[-3000:]
     assert "resuming from" in result.out
     assert json.loads((folder / "summary.json").read_text())["restart"] == 3
@@ -96,7 +96,7 @@ def test_begun_under_horovod_and_ended_under_ddp(wanted: dict, tmp_path: Path) -
     folder = tmp_path / "run"
     kill_at(11, "horovodrun --gloo", OPTIONS, folder)
     kill_at(22, "mpirun", OPTIONS, folder)
-    result = train("horovodrun", 2, *OPTIONS[4:], "--run-dir", str(folder))
+    result = train("horovodrun", 2, *OPTIONS[5:], "--run-dir", str(folder))
     assert result.code == 0, result.text[-3000:]
     starts = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     backends = [line["backend"] for line in starts if line["kind"] == "start"]
@@ -109,7 +109,7 @@ def test_on_another_number_of_ranks(wanted: dict, tmp_path: Path) -> None:
     """Other ranks, other order of sums: close, with every sample used in the same step."""
     folder = tmp_path / "run"
     kill_at(17, "torchrun", OPTIONS, folder)
-    result = train("mpirun", 3, *OPTIONS[4:], "--run-dir", str(folder))
+    result = train("mpirun", 3, *OPTIONS[5:], "--run-dir", str(folder))
     assert result.code == 0, result.text[-3000:]
     mine = flat(folder)
     assert all(torch.allclose(mine[name], wanted[name], atol=2e-2) for name in wanted)

@@ -46,14 +46,15 @@ class Backend(ABC):
 
     @abstractmethod
     def teardown(self) -> None:
-        """Leave the job; never waits for a rank that is dead."""
+        """Leave the job, together with all other ranks."""
 
     def __enter__(self) -> Backend:
         self.setup()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.teardown()
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:  # after an error peers may be dead or elsewhere: nobody waits for them
+            self.teardown()
 
     @abstractmethod
     def prepare(

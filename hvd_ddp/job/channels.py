@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import urllib.error
 import urllib.request
 from datetime import timedelta
@@ -101,7 +102,7 @@ class FileChannel:
     def offer(self, card: bytes) -> None:
         folder = self._path.parent
         self._made = [path for path in (folder, *folder.parents) if not path.exists()]
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        temporary = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -117,7 +118,8 @@ class FileChannel:
     def card(self) -> bytes | None:
         with contextlib.suppress(OSError):
             os.listdir(self._path.parent)  # makes NFS look again instead of remembering that there was no file
-            return self._path.read_bytes()
+            if self._path.stat().st_uid == os.getuid():  # nobody else's address
+                return self._path.read_bytes()
         return None
 
     def withdraw(self) -> None:

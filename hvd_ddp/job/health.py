@@ -6,36 +6,67 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvd_ddp.errors import FAILED, INTERRUPTED, HvdDDPError
+from hvd_ddp.job.network import store_client
 from hvd_ddp.job.rendezvous import Meeting
 
-GRACE = 3.0  # seconds that the rank which hosts the store lets others read the first failure
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+LOOK = 0.5  # seconds between two looks at the store
+GRACE = 5.0  # seconds that ranks wait for each other to learn of the first failure
+GONE = 10.0  # seconds without the store's host, in a process that has not come to its end
 
 
 @contextlib.contextmanager
 def ends_together(meeting: Meeting) -> Iterator[None]:
-    """Let an exception of any rank end the process at once, hard: peers may be dead, and no clean-up may wait for them.
+    """Let an exception of any rank end all processes at once, hard: no clean-up may wait for ranks that are dead.
 
-    The first failing rank puts its record into the store; it alone prints. What others raise after it (a connection
-    closed by the peer) is no news.
+    The first failing rank puts its record into the store and prints it. A thread of the others looks for it, so that a
+    rank that waits in a collective or in user code ends too; what they raise after it (a connection closed by the
+    peer) is no news and is not printed.
     """
+    done = threading.Event()
+    if meeting.launch.world_size > 1:
+        threading.Thread(target=_watch, args=(meeting, done), name="health", daemon=True).start()
     try:
         yield
+    except SystemExit:
+        raise
     except BaseException as error:
-        if isinstance(error, SystemExit):
-            raise
+        done.set()
         record = _record(meeting, error)
         first = _first(meeting, record)
-        mine = first is None or first["rank"] == record["rank"]
-        sys.stdout.flush()
-        if mine:
+        if first is None or first["rank"] == record["rank"]:
             _print(record, several=meeting.launch.world_size > 1)
-        _leave(meeting, int((first or record)["exit_code"]))
+        _leave(meeting, meeting.store, int((first or record)["exit_code"]))
+    finally:
+        done.set()
+
+
+def _watch(meeting: Meeting, done: threading.Event) -> None:
+    """End this process when another rank has failed. Its client is its own: a call that waits holds up all others."""
+    try:
+        store = store_client(*meeting.store_address)
+        while not done.wait(LOOK):
+            if store.check(["failure/first"]):
+                first = json.loads(store.get("failure/first"))
+                if first["rank"] != meeting.launch.rank and not done.is_set():
+                    store.add("failure/count", 1)
+                    _leave(meeting, store, int(first["exit_code"]))
+                return
+    except RuntimeError as error:  # the process that hosts the store has gone: at the end of the job, or too early
+        if not done.wait(GONE):
+            host = (meeting.launch.hosts or ("its host",))[0]
+            sys.stderr.write(f"hvd_ddp: rank 0 on {host} is gone, rank {meeting.launch.rank} leaves ({error})\n")
+            _say_farewell(meeting)
+            os._exit(FAILED)
 
 
 def _record(meeting: Meeting, error: BaseException) -> dict[str, Any]:
@@ -50,18 +81,23 @@ def _record(meeting: Meeting, error: BaseException) -> dict[str, Any]:
         "host": (meeting.launch.hosts or ("this host",))[rank],
         "exit_code": code,
         "known": isinstance(error, HvdDDPError | KeyboardInterrupt),
-        "exception": str(error) if isinstance(error, HvdDDPError) else f"{type(error).__name__}: {error}",
+        "exception": _words(error),
         "traceback": "".join(traceback.format_exception(error)),
-        "time": time.time(),
     }
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, HvdDDPError):
+        return str(error)
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
 
 
 def _first(meeting: Meeting, record: dict[str, Any]) -> dict[str, Any] | None:
     """The record of the first failure, ours if nobody was before us; None if the store has gone."""
     try:
         value = meeting.store.compare_set("failure/first", "", json.dumps(record))
-        meeting.store.add("failure/count", 1)
         first: dict[str, Any] = json.loads(value)
+        meeting.store.add("failure/count", 1)
         return first
     except (RuntimeError, ValueError):
         return None
@@ -72,15 +108,22 @@ def _print(record: dict[str, Any], *, several: bool) -> None:
     if not record["known"]:
         sys.stderr.write(record["traceback"])
     sys.stderr.write(f"hvd_ddp: {where}{record['exception']}\n")
-    sys.stderr.flush()
 
 
-def _leave(meeting: Meeting, code: int) -> None:
-    if meeting.launch.rank == 0:  # the store goes with this process
-        deadline = time.monotonic() + GRACE
-        with contextlib.suppress(RuntimeError):
-            while time.monotonic() < deadline and meeting.store.add("failure/count", 0) < meeting.launch.world_size:
-                time.sleep(0.05)
-    sys.stderr.flush()
-    sys.stdout.flush()
+def _leave(meeting: Meeting, store: Store, code: int) -> None:
+    """Leave when all know of it: the store goes with rank 0, and mpirun kills 0.5 s after the first to leave."""
+    _say_farewell(meeting)
+    deadline = time.monotonic() + GRACE
+    with contextlib.suppress(RuntimeError):
+        while time.monotonic() < deadline and store.add("failure/count", 0) < meeting.launch.world_size:
+            time.sleep(0.1)
     os._exit(code)
+
+
+def _say_farewell(meeting: Meeting) -> None:
+    for farewell in meeting.farewells:
+        with contextlib.suppress(Exception):  # the first failure counts
+            farewell()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ class Launcher:
     job: str | None = None
     also: str | None = None  # a variable that only this launcher sets
     mpi: str | None = None  # how the library of this launcher's MPI names itself
+    same: tuple[str, ...] = ()  # rows above it that may describe the very ranks that this launcher started
 
     @property
     def required(self) -> list[str]:
@@ -40,14 +43,14 @@ LAUNCHERS: tuple[Launcher, ...] = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
              job="TORCHELASTIC_RUN_ID", also="TORCHELASTIC_RUN_ID"),
     Launcher("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE",
-             also="HOROVOD_GLOO_RENDEZVOUS_ADDR"),
+             job="HOROVOD_GLOO_RENDEZVOUS_PORT", also="HOROVOD_GLOO_RENDEZVOUS_ADDR"),
     Launcher("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
              "OMPI_COMM_WORLD_LOCAL_SIZE", job="PMIX_NAMESPACE", mpi="Open MPI"),
     Launcher("pals", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID",
              job="PALS_APID", mpi="MPICH"),
-    Launcher("hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", mpi="MPICH"),
+    Launcher("hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", mpi="MPICH", same=("pals",)),
     Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
-             "JSM_NAMESPACE_LOCAL_SIZE", job="JSM_NAMESPACE_ID", mpi="Spectrum MPI"),
+             "JSM_NAMESPACE_LOCAL_SIZE", job="PMIX_NAMESPACE", mpi="Spectrum MPI", same=("openmpi",)),
     Launcher("flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", job="FLUX_JOB_ID"),
     Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None, "SLURM_NODEID",
              job="SLURM_STEP_ID", also="SLURM_STEP_ID"),
@@ -105,13 +108,15 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
 
     Raises HvdDDPError where the environment contradicts itself, or where several tasks would each train alone.
     """
-    env = os.environ if environ is None else environ
+    started = {name: value for name, value in {**os.environ, **_before}.items() if value is not None}
+    env = started if environ is None else environ
     rows = [row for row in LAUNCHERS if all(env.get(name) for name in row.required)]
     scheduler = next((s for s in SCHEDULERS if env.get(s.job)), None)
     outer_facts = _scheduler_facts(env, scheduler)
     if not rows:
         _refuse_batch_shell(env)
         _refuse_foreign_rank(env, "single", 0, 1)
+        _refuse_half_a_row(env)
         return Launch(**outer_facts)  # type: ignore[arg-type]
     row, outer = rows[0], rows[1:]
     rank, world_size = _number(env, row.rank), _number(env, row.world_size)
@@ -123,7 +128,6 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     _refuse_foreign_rank(env, row.name, rank, world_size)
     local_world_size = _local_world_size(env, row)
     _refuse_several_worlds(env, row, outer, inside_one_node=local_world_size == world_size)
-    parent = f"{socket.gethostname()}-{os.getppid()}" if local_world_size == world_size else ""
     return Launch(
         launcher=row.name,
         rank=rank,
@@ -134,7 +138,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
         hosts=_step_hosts(env) if row.name == "srun" else None,
         by_horovodrun=row.name == "horovodrun" or (row.mpi is not None and _marked(env)),
         mpi=row.mpi,
-        job=_job(env, row, scheduler, parent),
+        job=_job(env, row, scheduler, one_node=local_world_size == world_size),
         torchrun_store=_torchrun_store(env) if row.name == "torchrun" else None,
         horovodrun_store=_horovodrun_store(env) if row.name == "horovodrun" else None,
         seen=f"{row.rank}={rank} {row.world_size}={world_size}" + (" and horovodrun's mark" if _marked(env) else ""),
@@ -144,21 +148,42 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
 
 def is_speaker() -> bool:
     """Whether this process is rank 0, or may be as far as its environment tells: it says what all ranks found."""
-    rows = [row for row in LAUNCHERS if all(os.environ.get(name) for name in row.required)]
-    return not rows or os.environ[rows[0].rank] == "0"
+    row = next((row for row in LAUNCHERS if all(os.environ.get(name) for name in row.required)), None)
+    size = os.environ[row.world_size] if row else ""
+    return row is None or not size.isdecimal() or os.environ[row.rank] not in map(str, range(1, int(size)))
+
+
+_before: dict[str, str | None] = {}  # what stood where `export` has written: our HOROVOD_RANK is no horovodrun's
 
 
 def export(values: Mapping[str, str]) -> None:
-    """Set variables that a foreign library can only read from the environment."""
+    """Set variables that a foreign library can only read from the environment. `detect` goes on to see the old ones."""
+    for name in values:
+        _before.setdefault(name, os.environ.get(name))
     os.environ.update(values)
 
 
-def _job(env: Mapping[str, str], row: Launcher, scheduler: Scheduler | None, parent: str) -> str:
-    """What tells this job from others that may run at the same time; `parent` where the launcher gives no name."""
-    parts = [row.name, env.get(row.job or "", parent), env.get("TORCHELASTIC_RESTART_COUNT", "")]
+def _job(env: Mapping[str, str], row: Launcher, scheduler: Scheduler | None, *, one_node: bool) -> str:
+    """What tells this job from others that may run at the same time."""
+    name = env.get(row.job or "") or _starter(env, row, one_node=one_node)
+    parts = [row.name, name, env.get("TORCHELASTIC_RESTART_COUNT", "")]
     if scheduler:
         parts += [env[scheduler.job], env.get(scheduler.restart or "", "")]
     return "-".join(filter(None, parts))
+
+
+def _starter(env: Mapping[str, str], row: Launcher, *, one_node: bool) -> str:
+    """A name for the job where the launcher gives none: by the nearest ancestor that is not this rank or its script."""
+    import psutil
+
+    starter, line = psutil.Process().parent(), []
+    with contextlib.suppress(psutil.Error):  # what may not be looked into is of another user, so no script of ours
+        while starter and (theirs := starter.environ()) and all(theirs.get(n) == env[n] for n in row.required):
+            starter = starter.parent()
+        line = starter.cmdline() if starter else []
+    if "--control-port" in line[:-1]:  # Hydra's, of its mpiexec, the same on all nodes
+        return line[line.index("--control-port") + 1]
+    return f"{socket.gethostname()}-{starter.pid if starter else 0}" if one_node else ""
 
 
 def _marked(env: Mapping[str, str]) -> bool:
@@ -175,16 +200,16 @@ def _scheduler_facts(env: Mapping[str, str], scheduler: Scheduler | None) -> dic
     return {
         "scheduler": scheduler.name,
         "scheduler_job": env[scheduler.job],
-        "scheduler_restart": int(restart) if restart.isdigit() else 0,
-        "cores": int(cores) if cores.isdigit() else os.cpu_count() or 1,
+        "scheduler_restart": int(restart) if restart.isdecimal() else 0,
+        "cores": int(cores) if cores.isdecimal() else os.cpu_count() or 1,
     }
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
     try:
-        return int(env[name])
+        return int(env.get(name, ""))
     except ValueError:
-        raise HvdDDPError(f"{name} is `{env[name]}`, which is no whole number. Unset it in your script.") from None
+        raise HvdDDPError(f"{name} is `{env.get(name)}`, which is no whole number. Unset it in your script.") from None
 
 
 def _local_world_size(env: Mapping[str, str], row: Launcher) -> int | None:
@@ -192,22 +217,22 @@ def _local_world_size(env: Mapping[str, str], row: Launcher) -> int | None:
         return _number(env, row.local_world_size)
     counts = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "")) if row.name == "srun" else []
     node = _number(env, row.node_rank) if row.node_rank else 0
-    return counts[node] if node < len(counts) else None
+    return counts[node] if 0 <= node < len(counts) else None
 
 
 def _tasks_per_node(text: str) -> list[int]:
     """Expand Slurm's short form: `2(x3),1` is [2, 2, 2, 1]."""
-    counts: list[int] = []
-    for part in filter(None, text.split(",")):
-        number, _, repeat = part.partition("(x")
-        counts += [int(number)] * int(repeat.rstrip(")") or 1)
-    return counts
+    if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
+        return []  # nothing, or not what Slurm writes: the rendezvous counts
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(number) for number, times in found for _ in range(int(times or 1))]
 
 
 def _step_hosts(env: Mapping[str, str]) -> tuple[str, ...] | None:
     """Hosts of the step, one a rank, when ranks lie on them in blocks; who is where is gathered later anyway."""
     counts, nodes = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "")), env.get("SLURM_STEP_NODELIST", "")
-    if not counts or not nodes or "block" not in env.get("SLURM_DISTRIBUTION", "block"):
+    in_blocks = env.get("SLURM_DISTRIBUTION", "block").startswith("block")
+    if not nodes or not in_blocks or sum(counts) != _number(env, "SLURM_STEP_NUM_TASKS"):
         return None
     from ClusterShell.NodeSet import NodeSet
 
@@ -215,7 +240,7 @@ def _step_hosts(env: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _torchrun_store(env: Mapping[str, str]) -> tuple[str, int, bool] | None:
-    if not env.get("MASTER_ADDR") or not env.get("MASTER_PORT", "").isdigit():
+    if not env.get("MASTER_ADDR") or not env.get("MASTER_PORT", "").isdecimal():
         return None
     return env["MASTER_ADDR"], int(env["MASTER_PORT"]), env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -228,19 +253,32 @@ def _refuse_foreign_rank(env: Mapping[str, str], name: str, rank: int, world_siz
     for variable, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
         if env.get(variable) and env[variable] != str(value):
             start = f"{name} says `{value}`" if name != "single" else "no launcher that is known set it"
-            raise HvdDDPError(
+            error = HvdDDPError(
                 f"{variable} is `{env[variable]}` in the environment, but {start}: the ranks would disagree about the "
                 "job. Unset RANK and WORLD_SIZE in your script (nothing here needs them), or start with torchrun."
             )
+            error.everywhere = (variable, env[variable]) != ("RANK", "0")  # on rank 0 that is right by chance
+            raise error
 
 
 def _refuse_batch_shell(env: Mapping[str, str]) -> None:
-    tasks = env.get("SLURM_NTASKS", "1")
-    if env.get("SLURM_PROCID") == "0" and not env.get("SLURM_STEP_ID") and tasks != "1":
+    several = next((name for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES") if env.get(name, "1") != "1"), None)
+    if env.get("SLURM_PROCID") == "0" and not env.get("SLURM_STEP_ID") and several:
         raise HvdDDPError(
-            f"SLURM_NTASKS is `{tasks}`, but this is the batch shell and no step: only one process would train. "
+            f"{several} is `{env[several]}`, but this is the batch shell and no step: only one process would train. "
             "Start it with `srun python -m hvd_ddp ...` in the batch script."
         )
+
+
+def _refuse_half_a_row(env: Mapping[str, str]) -> None:
+    """No row applies, yet something counts ranks: each of them would take itself for the only one."""
+    counts = [(name, 1) for row in LAUNCHERS[1:] for name in (row.world_size, row.local_world_size) if name]
+    for name, alone in [*((row.rank, 0) for row in LAUNCHERS[1:]), ("PMIX_RANK", 0), *counts]:
+        if env.get(name, "").isdecimal() and int(env[name]) > alone:
+            raise HvdDDPError(
+                f"{name} is `{env[name]}`: a launcher started several ranks, but left no rank, size and local rank "
+                "that belong together: each would train alone. Start with torchrun, or unset it if it is a leftover."
+            )
 
 
 def _refuse_several_worlds(
@@ -251,9 +289,9 @@ def _refuse_several_worlds(
         tasks = _number(env, other.world_size)
         if row.name == "torchrun":
             alone = env.get("GROUP_WORLD_SIZE") == "1"
-        else:  # some systems set the variables of two rows for the same ranks
+        else:
             same = all(env[a] == env[b] for a, b in ((row.rank, other.rank), (row.world_size, other.world_size)))
-            alone = inside_one_node and not same
+            alone = inside_one_node and not (same and row.name in other.same)
         if tasks > 1 and alone:
             raise HvdDDPError(
                 f"{other.name} started `{tasks}` tasks ({other.world_size}), and {row.name} inside each of them forms "

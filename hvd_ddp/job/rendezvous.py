@@ -15,7 +15,8 @@ import secrets
 import socket
 import struct
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +40,11 @@ class Meeting:
 
     launch: Launch  # complete: no field is None
     store: Store
+    store_address: tuple[str, int]  # where other threads may have a client of their own
     address: str  # of this rank on the network that the job uses
     interface: str
     cores: int  # that each rank of this node may use
+    farewells: list[Callable[[], None]] = field(default_factory=list)  # done when the job ends early, on each rank
 
 
 def meet(launch: Launch, *, directory: Path, start_timeout: float, error: str | None = None) -> Meeting:
@@ -63,7 +66,7 @@ def meet(launch: Launch, *, directory: Path, start_timeout: float, error: str | 
             raise HvdDDPError(error)
         from torch.distributed import HashStore
 
-        return _meeting(launch, [hello], store=HashStore(), address=LOOPBACK)
+        return _meeting(launch, [hello], store=HashStore(), store_address=("", 0), address=LOOPBACK)
     channel = channel_for(launch, directory)
     deadline = time.monotonic() + start_timeout
     if launch.rank == 0:
@@ -71,7 +74,9 @@ def meet(launch: Launch, *, directory: Path, start_timeout: float, error: str | 
     return _join(launch, channel, hello=hello, deadline=deadline)
 
 
-def _meeting(launch: Launch, peers: list[dict[str, Any]], *, store: Store, address: str) -> Meeting:
+def _meeting(
+    launch: Launch, peers: list[dict[str, Any]], *, store: Store, store_address: tuple[str, int], address: str
+) -> Meeting:
     hosts = tuple(str(peer["host"]) for peer in peers)
     here = [rank for rank, host in enumerate(hosts) if host == hosts[launch.rank]]
     nodes = list(dict.fromkeys(hosts))
@@ -82,7 +87,7 @@ def _meeting(launch: Launch, peers: list[dict[str, Any]], *, store: Store, addre
         node_rank=nodes.index(hosts[launch.rank]) if launch.node_rank is None else launch.node_rank,
     )
     cores = min(int(peers[rank]["cores"]) for rank in here)
-    return Meeting(launch, store, address, interface_of(address), max(1, cores // len(here)))
+    return Meeting(launch, store, store_address, address, interface_of(address), max(1, cores // len(here)))
 
 
 def _host(launch: Launch, channel: Channel, *, hello: dict[str, Any], deadline: float) -> Meeting:
@@ -106,7 +111,7 @@ def _host(launch: Launch, channel: Channel, *, hello: dict[str, Any], deadline: 
         address = guests.address()
         store, port = serve_store(address)
         guests.answer({"peers": peers, "store": [address, port]})
-        return _meeting(launch, peers, store=store, address=address)
+        return _meeting(launch, peers, store=store, store_address=(address, port), address=address)
     finally:
         guests.close()
 
@@ -224,7 +229,8 @@ def _join(launch: Launch, channel: Channel, *, hello: dict[str, Any], deadline: 
         if "error" in message:
             raise (RankFailedError if message["failed"] else HvdDDPError)(message["error"])
         host, port = message["store"]
-        return _meeting(launch, message["peers"], store=store_client(host, port), address=address)
+        store = store_client(host, port)
+        return _meeting(launch, message["peers"], store=store, store_address=(host, port), address=address)
     raise RankZeroMissingError(
         f"Rank 0 was not found before --start-timeout (this is rank {launch.rank} on {hello['host']}). See why it did "
         "not start (its log, its node), and whether all ranks see the same file system."
