@@ -1,7 +1,9 @@
 """Killed at any step, the same command goes on and ends with the uninterrupted run's bits."""
 
+import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import time
@@ -113,3 +115,35 @@ def test_on_another_number_of_ranks(wanted: dict, tmp_path: Path) -> None:
     assert result.code == 0, result.text[-3000:]
     mine = flat(folder)
     assert all(torch.allclose(mine[name], wanted[name], atol=2e-2) for name in wanted)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun", "horovodrun --gloo"])
+def test_killed_at_random_moments(launcher: str, wanted: dict, tmp_path: Path) -> None:
+    """Twenty SIGKILLs, each after a random time: in start-up, in a step, in a save."""
+    chance = random.Random(launcher)
+    for number in range(4):
+        folder = tmp_path / f"run{number}"
+        for _ in range(5):
+            process = subprocess.Popen(
+                command(launcher, 2, [*OPTIONS, "--run-dir", str(folder)]),
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            time.sleep(chance.uniform(2.0, 9.0))
+            deadline = time.monotonic() + 30
+            while pids := ranks_of(folder):
+                assert time.monotonic() < deadline
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(0.05)
+            process.wait(timeout=30)
+        result = train(launcher, 2, *OPTIONS[5:], "--run-dir", str(folder))
+        assert result.code == 0, result.text[-3000:]
+        mine = flat(folder)
+        assert [name for name in wanted if not torch.equal(mine[name], wanted[name])] == []

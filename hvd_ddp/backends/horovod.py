@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from hvd_ddp.backends.base import Backend, Op
 from hvd_ddp.backends.gradients import AllUsed, FindUnused
-from hvd_ddp.backends.horovod_build import check_build
 from hvd_ddp.backends.horovod_gloo import GlooServer
 from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.horovod_build.record import check_build
 from hvd_ddp.job.launch import Launch, export
 
 REMEDY = "Run `python -m hvd_ddp install-horovod`, or use --backend ddp."

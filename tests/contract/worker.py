@@ -73,7 +73,10 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--cases", nargs="*", default=list(CASES))
+    parser.add_argument("--file", type=Path, help="JSON of further cases")
     options = parser.parse_args()
+    if options.file:
+        CASES.update(json.loads(options.file.read_text()))
     backend = connect(options.backend, options.transport, "cpu", threads=1, directory=options.out, timeout=60)
     with backend:
         results = {"interface": interface(backend)}

@@ -118,7 +118,8 @@ def test_importing_needs_no_torch():
 
 @pytest.fixture(scope="module")
 def source():
-    sklearn = pytest.importorskip("sklearn")
+    import sklearn
+
     return Path(sklearn.__file__).parent / "datasets" / "data" / "digits.csv.gz"
 
 
@@ -330,7 +331,6 @@ def test_fashion_files_that_do_not_fit_are_refused(tmp_path):
     refused(lambda: load("fashion_mnist", tmp_path), NAMES[0], "holds labels", "swapped")
 
 
-@pytest.mark.skipif(not FASHION.is_dir(), reason="needs the Debian package dataset-fashion-mnist")
 def test_real_fashion_mnist():
     data = load("fashion_mnist", FASHION)
     assert data.train.images.shape == (60000, 1, 28, 28) and data.eval.images.shape == (10000, 1, 28, 28)

@@ -1,0 +1,121 @@
+"""What a start does to what the run directory holds. Reads only."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hvd_ddp import checkpoint
+from hvd_ddp.config import TrainConfig, may_change
+from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.job.launch import Launch
+from hvd_ddp.lock import read_json
+from hvd_ddp.optim import depends_on_length
+
+
+@dataclass(frozen=True)
+class Start:
+    """What this start does to the run directory; the same on every rank."""
+
+    directory: str
+    restart: int = 0
+    checkpoint: str | None = None  # where to go on from; None: step 0
+    finished: bool = False  # nothing is left to do
+    passed_over: tuple[str, ...] = ()  # what was wrong with newer checkpoints
+
+
+def default_directory(config: TrainConfig, launch: Launch) -> Path:
+    """--run-dir; else a name that a requeued job finds again; else one of the time."""
+    if config.run_dir is not None:
+        return config.run_dir
+    if launch.scheduler_job is not None:
+        return Path("runs") / f"job-{launch.scheduler_job}"
+    model = config.model.replace(":", "-").replace("/", "-")
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.data}-{model}"
+
+
+def plan(config: TrainConfig, directory: Path, *, total_steps: int) -> tuple[Start, bytes]:
+    """Decide by the table "the life of a run"; reads only. The bytes are those of the checkpoint to go on from.
+
+    Raises HvdDDPError where the directory holds a run that this configuration can't go on with.
+    """
+    summary = read_json(directory / "summary.json")
+    restart = int(summary.get("restart", -1)) + 1
+    existing = checkpoint.found(directory / "checkpoints")
+    started = bool(existing or summary or (directory / "config.yaml").exists())
+    if config.resume == "never" and started:
+        raise HvdDDPError(f"`{directory}` holds a run already, and --resume is `never`. Choose another --run-dir.")
+    if config.resume not in ("auto", "never"):
+        return _from_file(config, directory, existing=existing, total_steps=total_steps, restart=restart)
+    path, data, passed_over = checkpoint.newest_whole(directory / "checkpoints")
+    if path is None:
+        if existing:
+            raise HvdDDPError(
+                f"`{directory}` has {len(existing)} checkpoint(s), and none is whole: {' '.join(passed_over)} Starting "
+                "at step 0 would lose what they may still hold. Restore one, or choose another --run-dir."
+            )
+        if started:
+            _same_run(config, _read_yaml(directory / "config.yaml"), str(directory))
+        return Start(str(directory), restart), b""
+    state = checkpoint.parse(data, str(path))
+    _may_go_on(config, state, origin=str(path), total_steps=total_steps)
+    finished = summary.get("status") == "finished" and state["progress"]["step"] == total_steps
+    return Start(str(directory), restart, str(path), finished, tuple(passed_over)), data
+
+
+def _from_file(
+    config: TrainConfig, directory: Path, *, existing: list[Path], total_steps: int, restart: int
+) -> tuple[Start, bytes]:
+    if existing:
+        raise HvdDDPError(
+            f"--resume is `{config.resume}`, but `{directory}` has checkpoints of its own ({existing[0].name}). "
+            "Leave --resume out to go on from those, or choose another --run-dir."
+        )
+    path = Path(config.resume)
+    if not path.is_file():
+        raise HvdDDPError(
+            f"--resume is `{config.resume}`, and there is no such file. Give auto, never or a checkpoint."
+        )
+    data = checkpoint.verified(path)
+    _may_go_on(config, checkpoint.parse(data, str(path)), origin=str(path), total_steps=total_steps)
+    return Start(str(directory), restart, str(path)), data
+
+
+def _may_go_on(config: TrainConfig, state: dict[str, Any], *, origin: str, total_steps: int) -> None:
+    if not {"model", "optimizer", "progress", "config", "total_steps"} <= state.keys():
+        raise HvdDDPError(f"`{origin}` is no checkpoint of a run. To take its weights alone, use --init.")
+    _same_run(config, state["config"], f"Checkpoint `{origin}`")
+    step = state["progress"]["step"]
+    if total_steps < step:
+        raise HvdDDPError(
+            f"Checkpoint `{origin}` is at step {step}, and this run would end at step {total_steps}. "
+            "Give more --epochs or --max-steps, or another --run-dir."
+        )
+    if total_steps != state["total_steps"] and depends_on_length(config):
+        raise HvdDDPError(
+            f"Checkpoint `{origin}` was written on the way to step {state['total_steps']}, this run ends at step "
+            f"{total_steps}: with --schedule {config.schedule} the rates used so far would have been others. Keep the "
+            "length, or start anew with --init and another --run-dir."
+        )
+
+
+def _same_run(config: TrainConfig, saved: dict[str, Any], origin: str) -> None:
+    for name, value in config.to_dict().items():
+        if not may_change(name) and name in saved and saved[name] != value:
+            flag = "--" + name.replace("_", "-")
+            raise HvdDDPError(
+                f"{origin} was written with {name} `{saved[name]}`, this run has `{value}`: it would not be the same "
+                f"training any more. Use {flag} {saved[name]}, or another --run-dir."
+            )
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError):
+        return {}
+    return value if isinstance(value, dict) else {}
