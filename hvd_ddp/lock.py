@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch
 
 BEAT = 5.0  # seconds between two signs of life
+CLOCK_STEP = 5.0  # seconds; no process number comes round in that time
 
 
 class Lock:
@@ -51,8 +55,10 @@ class Lock:
     def _alive(self, holder: dict[str, Any]) -> bool:
         if holder.get("host") == self._mine["host"]:
             try:
-                return bool(psutil.Process(int(holder["pid"])).create_time() == holder["created"])
-            except (psutil.Error, KeyError, ValueError):
+                # The kernel counts from boot, and the time of boot moves when the clock is set.
+                created: float = psutil.Process(int(holder["pid"])).create_time()
+                return abs(created - float(holder["created"])) < CLOCK_STEP
+            except (psutil.Error, KeyError, TypeError, ValueError):
                 return False
         same_job = self._mine["job"] is not None and holder.get("job") == self._mine["job"]
         if same_job and int(holder.get("restart", 0)) < self._launch.scheduler_restart:
@@ -64,19 +70,18 @@ class Lock:
 
     def acquire(self) -> None:
         """Take the directory. Raises HvdDDPError if another job is alive in it."""
-        text = json.dumps(self._mine)
-        for _ in range(10):
+        with _one_at_a_time(self._path.parent):
             self.refuse_if_held()
-            with contextlib.suppress(FileNotFoundError):
-                if read_json(self._path):  # of a dead one: whoever moves it away may try to make the new one
-                    os.rename(self._path, self._path.with_name(f"lock.{os.getpid()}.tmp"))
-            with contextlib.suppress(FileExistsError):
-                with open(self._path, "x") as file:
-                    file.write(text)
-                break
-        self.refuse_if_held()
-        with contextlib.suppress(OSError):
-            self._path.with_name(f"lock.{os.getpid()}.tmp").unlink()
+            mine = self._path.with_name(f"lock.{secrets.token_hex(8)}.tmp")
+            try:
+                mine.write_text(json.dumps(self._mine))
+                self._path.unlink(missing_ok=True)  # of a dead one
+                os.link(mine, self._path)  # there with its content, or not at all; also on NFS
+            except FileExistsError:
+                self.refuse_if_held()
+                raise HvdDDPError(f"`{self._path.parent}` was taken by another job just now. Start again.") from None
+            finally:
+                mine.unlink(missing_ok=True)
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
     def _beat(self) -> None:
@@ -89,6 +94,18 @@ class Lock:
         self._stop.set()
         with contextlib.suppress(OSError):
             self._path.unlink()
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Let nobody else judge and replace the lock meanwhile, where the file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def read_json(path: Path) -> dict[str, Any]:

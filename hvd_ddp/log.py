@@ -97,12 +97,16 @@ class Metrics:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        self._begun = False
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one line. Numbers that JSON has no word for (NaN, infinities) become null."""
         if self._path is None:
             return
         with open(self._path, "a") as file:
+            if not self._begun and file.tell() and not self._path.read_bytes().endswith(b"\n"):
+                file.write("\n")  # the last start was killed within a line
+            self._begun = True
             file.write(json.dumps({"kind": kind, **{name: _plain(value) for name, value in values.items()}}) + "\n")
 
 

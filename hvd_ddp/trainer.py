@@ -93,7 +93,7 @@ class Trainer:
                 self._save(run)
         if not results:  # the last step was done before this start
             results = self._evaluate(run)
-        speed = (self.step - first) * self.config.global_batch / (time.perf_counter() - began)
+        speed = (self._samples(self.step) - self._samples(first)) / (time.perf_counter() - began)
         results |= {"steps": self.step, "epochs": self.step / self.steps_per_epoch, "samples_per_second": speed}
         self.backend.barrier()
         run.close("finished", results)
@@ -187,6 +187,11 @@ class Trainer:
                 yield micros, window
                 if self.step >= self.total_steps:
                     return
+
+    def _samples(self, step: int) -> int:
+        """Samples used up to that step."""
+        epochs, steps = divmod(step, self.steps_per_epoch)
+        return epochs * len(self.data.train) + steps * self.config.global_batch
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.total_steps

@@ -1,11 +1,13 @@
 """Backend by launcher: every cell is a real start of the command line, and all end with the same bits."""
 
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from launchers import Result, train
+from launchers import Result, command, run, train
 
 # (launcher, --backend): (what must have been chosen)
 CELLS = {
@@ -72,3 +74,17 @@ def test_local(wanted: dict, tmp_path: Path) -> None:
     assert (summary["backend"], summary["launcher"], summary["world_size"]) == ("local", "single", 1)
     for name, tensor in state["model"].items():
         assert torch.allclose(tensor, wanted[f"model.{name}"], atol=1e-3), name
+
+
+def test_the_same_threads_a_rank_under_every_launcher(tmp_path: Path) -> None:
+    """torchrun sets OMP_NUM_THREADS=1, mpirun binds to cores, others do neither: the number changes the bits."""
+    program = tmp_path / "threads.py"
+    program.write_text(
+        "import torch\nfrom hvd_ddp import connect\n"
+        "with connect(device='cpu') as backend:\n    print('threads', torch.get_num_threads(), flush=True)\n"
+    )
+    wanted = str(max(1, (os.cpu_count() or 1) // 2))
+    for launcher in ("torchrun", "mpirun", "mpiexec.mpich", "horovodrun --gloo"):
+        result = run(command(launcher, 2, [str(program)]), cwd=tmp_path)
+        assert result.code == 0, result.text[-3000:]
+        assert re.findall(r"threads (\d+)", result.out) == [wanted, wanted], launcher
