@@ -33,7 +33,6 @@ def environment(**extra: str) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     return env | extra
 

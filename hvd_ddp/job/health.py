@@ -33,10 +33,15 @@ def ends_together(meeting: Meeting) -> Iterator[None]:
     peer) is no news and is not printed.
     """
     done = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(meeting, done), name="health", daemon=True)
     if meeting.launch.world_size > 1:
-        threading.Thread(target=_watch, args=(meeting, done), name="health", daemon=True).start()
+        watcher.start()
     try:
         yield
+        done.set()
+        if meeting.launch.world_size > 1:
+            watcher.join(GRACE)
+            _wait_for_all(meeting, meeting.store, "end/count", GONE)
     except SystemExit:
         raise
     except BaseException as error:
@@ -58,7 +63,6 @@ def _watch(meeting: Meeting, done: threading.Event) -> None:
             if store.check(["failure/first"]):
                 first = json.loads(store.get("failure/first"))
                 if first["rank"] != meeting.launch.rank and not done.is_set():
-                    store.add("failure/count", 1)
                     _leave(meeting, store, int(first["exit_code"]))
                 return
     except RuntimeError as error:  # the process that hosts the store has gone: at the end of the job, or too early
@@ -97,7 +101,6 @@ def _first(meeting: Meeting, record: dict[str, Any]) -> dict[str, Any] | None:
     try:
         value = meeting.store.compare_set("failure/first", "", json.dumps(record))
         first: dict[str, Any] = json.loads(value)
-        meeting.store.add("failure/count", 1)
         return first
     except (RuntimeError, ValueError):
         return None
@@ -111,13 +114,21 @@ def _print(record: dict[str, Any], *, several: bool) -> None:
 
 
 def _leave(meeting: Meeting, store: Store, code: int) -> None:
-    """Leave when all know of it: the store goes with rank 0, and mpirun kills 0.5 s after the first to leave."""
+    """Leave when all know of it: mpirun kills the others 0.5 s after the first has left."""
     _say_farewell(meeting)
-    deadline = time.monotonic() + GRACE
-    with contextlib.suppress(RuntimeError):
-        while time.monotonic() < deadline and store.add("failure/count", 0) < meeting.launch.world_size:
-            time.sleep(0.1)
+    _wait_for_all(meeting, store, "failure/count", GRACE)
     os._exit(code)
+
+
+def _wait_for_all(meeting: Meeting, store: Store, key: str, seconds: float) -> None:
+    """Wait until every rank is here, at most so long. Rank 0 leaves last: the store goes with it."""
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(RuntimeError):
+        store.add(key, 1)
+        while time.monotonic() < deadline and store.add(key, 0) < meeting.launch.world_size:
+            time.sleep(0.05)
+        if meeting.launch.rank == 0:
+            time.sleep(0.3)
 
 
 def _say_farewell(meeting: Meeting) -> None:
