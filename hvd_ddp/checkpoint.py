@@ -20,7 +20,8 @@ NAME = re.compile(r"step_(\d{8,})\.pt")
 def save(folder: Path, step: int, state: dict[str, Any], *, keep: int) -> Path:
     """Write step_<step>.pt and its .sha256, both whole or not at all, then delete all but the newest `keep`.
 
-    The hash is there first, so that a file without one was never whole. Raises OSError.
+    The hash is there first, so that a file without one was never whole. Of a later step there can only be damaged ones,
+    which were passed over: they stay and do not count. Raises OSError.
     """
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -31,7 +32,8 @@ def save(folder: Path, step: int, state: dict[str, Any], *, keep: int) -> Path:
         stale.unlink(missing_ok=True)
     replace_file(_hash_file(path), f"{digest}  {path.name}\n".encode())
     replace_file(path, buffer.getbuffer())
-    for old in found(folder)[keep:]:
+    kept = found(folder)
+    for old in kept[kept.index(path) :][keep:]:
         old.unlink(missing_ok=True)
         _hash_file(old).unlink(missing_ok=True)
     return path
@@ -76,7 +78,11 @@ def parse(data: bytes, origin: str) -> dict[str, Any]:
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises what the damage leads to: RuntimeError, UnpicklingError, EOFError, ...
-        raise HvdDDPError(f"`{origin}` is no checkpoint of plain types: {str(error).splitlines()[0]}") from error
+        # Not its words: they advise to load the file without the restriction.
+        raise HvdDDPError(
+            f"`{origin}` is no checkpoint of tensors and plain types ({type(error).__name__}): nothing else is loaded. "
+            "Give a file that train or torch.save(model.state_dict()) wrote."
+        ) from error
     if not isinstance(state, dict):
         raise HvdDDPError(f"`{origin}` holds a {type(state).__name__}, not a dict. Give a checkpoint or a state dict.")
     return state

@@ -58,5 +58,5 @@ class Precision:
         except RuntimeError as error:
             raise HvdDDPError(
                 f"--precision {self.name} can't work on `{self.device.type}` with torch `{torch.__version__}`: "
-                f"{str(error).splitlines()[0]} Use --precision bf16 or fp32."
+                f"{' '.join(str(error).split())[:200]} Use --precision bf16 or fp32."
             ) from error

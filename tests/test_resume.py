@@ -13,13 +13,13 @@ import pytest
 import torch
 from launchers import command, environment, train
 
-OPTIONS = ["-m", "hvd_ddp", "train", "--threads", "1", "--max-steps", "40", "--global-batch", "48", "--save-every", "4",
+OPTIONS = ["-m", "hvd_ddp", "train", "--threads", "1", "--max-steps", "100", "--global-batch", "48", "--save-every", "9",
            "--optimizer", "adamw", "--weight-decay", "0.1", "--schedule", "cosine", "--warmup-steps", "6",
            "--log-every", "1", "--label-smoothing", "0.1"]  # fmt: skip
 
 
 def flat(folder: Path) -> dict[str, torch.Tensor]:
-    state = torch.load(folder / "checkpoints/step_00000040.pt", weights_only=True)
+    state = torch.load(folder / "checkpoints/step_00000100.pt", weights_only=True)
     found = {f"model.{name}": value for name, value in state["model"].items()}
     for index, entry in state["optimizer"]["state"].items():
         found |= {f"optimizer.{index}.{name}": value for name, value in entry.items()}
@@ -84,7 +84,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("launcher", ["torchrun", "horovodrun"])
 def test_killed_three_times_ends_with_the_same_bits(launcher: str, wanted: dict, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    for step in (3, 13, 29):
+    for step in (3, 37, 71):
         kill_at(step, launcher, OPTIONS, folder)
     result = train(launcher, 2, *OPTIONS[5:], "--run-dir", str(folder))
     assert result.code == 0, result.text[-3000:]
@@ -96,8 +96,8 @@ def test_killed_three_times_ends_with_the_same_bits(launcher: str, wanted: dict,
 
 def test_begun_under_horovod_and_ended_under_ddp(wanted: dict, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    kill_at(11, "horovodrun --gloo", OPTIONS, folder)
-    kill_at(22, "mpirun", OPTIONS, folder)
+    kill_at(23, "horovodrun --gloo", OPTIONS, folder)
+    kill_at(58, "mpirun", OPTIONS, folder)
     result = train("horovodrun", 2, *OPTIONS[5:], "--run-dir", str(folder))
     assert result.code == 0, result.text[-3000:]
     starts = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -110,7 +110,7 @@ def test_begun_under_horovod_and_ended_under_ddp(wanted: dict, tmp_path: Path) -
 def test_on_another_number_of_ranks(wanted: dict, tmp_path: Path) -> None:
     """Other ranks, other order of sums: close, with every sample used in the same step."""
     folder = tmp_path / "run"
-    kill_at(17, "torchrun", OPTIONS, folder)
+    kill_at(45, "torchrun", OPTIONS, folder)
     result = train("mpirun", 3, *OPTIONS[5:], "--run-dir", str(folder))
     assert result.code == 0, result.text[-3000:]
     mine = flat(folder)

@@ -1,0 +1,118 @@
+"""Checkpoints: whole or passed over, plain types only, and never the last good one deleted."""
+
+import hashlib
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_ddp import checkpoint
+from hvd_ddp.errors import HvdDDPError
+
+STATE = {"model": {"w": torch.arange(6.0)}, "progress": {"step": 1}, "config": {"data": "digits", "init": None}}
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(path.stem.removeprefix("step_")) for path in checkpoint.found(folder)]
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path / "new", 12, STATE, keep=3)
+    assert path.name == "step_00000012.pt"
+    assert sorted(os.listdir(path.parent)) == ["step_00000012.pt", "step_00000012.pt.sha256"]
+    digest, name = (path.parent / "step_00000012.pt.sha256").read_text().split()
+    assert (digest, name) == (hashlib.sha256(path.read_bytes()).hexdigest(), path.name)  # as sha256sum -c reads it
+    newest, data, passed_over = checkpoint.newest_whole(path.parent)
+    assert (newest, passed_over) == (path, [])
+    state = checkpoint.parse(data, "here")
+    assert torch.equal(state["model"]["w"], STATE["model"]["w"])
+    assert state["config"] == STATE["config"]
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (5, 10, 15, 123456789, 20):
+        checkpoint.save(tmp_path, step, STATE, keep=2)
+    assert steps(tmp_path) == [123456789, 20, 15]  # the one of a later step does not count for step 20
+    assert len(os.listdir(tmp_path)) == 6
+
+
+def test_damaged_later_ones_do_not_push_the_good_one_out(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        checkpoint.save(tmp_path, step, STATE, keep=9)
+    for step in (20, 30, 40):
+        (tmp_path / f"step_{step:08d}.pt").write_bytes(b"cut")
+    checkpoint.save(tmp_path, 15, STATE, keep=3)
+    newest, _, passed_over = checkpoint.newest_whole(tmp_path)
+    assert newest is not None and newest.name == "step_00000015.pt"
+    assert [f"{step:08d}" in reason for step, reason in zip((40, 30, 20), passed_over, strict=True)] == [True] * 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(where=st.floats(0, 1, exclude_max=True), cut=st.booleans())
+def test_any_byte_flipped_or_any_tail_cut(tmp_path_factory: pytest.TempPathFactory, where: float, cut: bool) -> None:
+    folder = tmp_path_factory.mktemp("damaged")
+    good = checkpoint.save(folder, 1, STATE, keep=3)
+    bad = checkpoint.save(folder, 2, STATE, keep=3)
+    data = bytearray(bad.read_bytes())
+    position = int(where * len(data))
+    if cut:
+        del data[position:]
+    else:
+        data[position] ^= 0x10
+    bad.write_bytes(data)
+    newest, _, passed_over = checkpoint.newest_whole(folder)
+    assert newest == good
+    assert len(passed_over) == 1 and str(bad) in passed_over[0]
+
+
+def test_without_a_hash_it_does_not_count(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, STATE, keep=3)
+    for text in (None, "", "zz", "\udcff".encode("utf-8", "surrogatepass")):
+        hash_file = path.with_name(path.name + ".sha256")
+        if text is None:
+            hash_file.unlink()
+        else:
+            hash_file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        assert checkpoint.newest_whole(tmp_path)[0] is None
+
+
+def test_stale_temporaries_are_cleaned(tmp_path: Path) -> None:
+    (tmp_path / "step_00000001.pt.4711.tmp").write_bytes(b"half")
+    checkpoint.save(tmp_path, 2, STATE, keep=3)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.replace_file(path, b"new")
+    assert os.listdir(tmp_path) == ["summary.json"]
+    assert path.read_text() == "old"
+
+
+class Evil:
+    def __reduce__(self) -> tuple:
+        return os.system, ("touch /tmp/hvd_ddp_was_here",)
+
+
+@pytest.mark.parametrize("data", [pickle.dumps(Evil(), 2), b"", b"PK\x03\x04", bytes(1000)])
+def test_no_code_comes_out_of_a_file(data: bytes) -> None:
+    with pytest.raises(HvdDDPError):
+        checkpoint.parse(data, "evil.pt")
+    assert not os.path.exists("/tmp/hvd_ddp_was_here")
+
+
+def test_a_list_is_no_checkpoint(tmp_path: Path) -> None:
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(HvdDDPError, match="holds a list"):
+        checkpoint.parse((tmp_path / "list.pt").read_bytes(), "list.pt")
