@@ -14,6 +14,7 @@ from hvd_ddp.config import TrainConfig
 from hvd_ddp.data import datasets
 from hvd_ddp.data.arrays import Data
 from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.resume import has_checkpoints
 
 
 def load_data(name: str, data_dir: Path | None, backend: Backend) -> Data:
@@ -22,10 +23,10 @@ def load_data(name: str, data_dir: Path | None, backend: Backend) -> Data:
 
 
 def load_model(config: TrainConfig, data: Data, backend: Backend) -> nn.Module:
-    """The model with its first weights: from --seed, or from --init."""
+    """The model with its first weights: from --seed, or from --init where no checkpoint will replace them."""
     torch.manual_seed(config.seed)
     model = backend.together(lambda: models.build(config.model, data.num_classes, data.num_channels))
-    if config.init is not None:
+    if config.init is not None and not backend.on_main(lambda: has_checkpoints(config, backend.launch)):
         load_weights(model, config.init, backend)
     return model
 

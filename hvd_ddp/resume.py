@@ -38,6 +38,12 @@ def default_directory(config: TrainConfig, launch: Launch) -> Path:
     return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.data}-{model}"
 
 
+def has_checkpoints(config: TrainConfig, launch: Launch) -> bool:
+    """Whether this start goes on from a checkpoint, if it goes on at all."""
+    own = checkpoint.found(default_directory(config, launch) / "checkpoints")
+    return bool(own) or config.resume not in ("auto", "never")
+
+
 def plan(config: TrainConfig, directory: Path, *, total_steps: int) -> tuple[Start, bytes]:
     """Decide by the table "the life of a run"; reads only. The bytes are those of the checkpoint to go on from.
 

@@ -14,8 +14,8 @@ import torch
 from launchers import command, environment, train
 
 OPTIONS = ["-m", "hvd_ddp", "train", "--threads", "1", "--max-steps", "100", "--global-batch", "48",
-           "--save-every", "9", "--optimizer", "adamw", "--weight-decay", "0.1", "--schedule", "cosine", "--warmup-steps", "6",
-           "--log-every", "1", "--label-smoothing", "0.1"]  # fmt: skip
+           "--save-every", "9", "--optimizer", "adamw", "--weight-decay", "0.1", "--schedule", "cosine",
+           "--warmup-steps", "6", "--log-every", "1", "--label-smoothing", "0.1"]  # fmt: skip
 
 
 def flat(folder: Path) -> dict[str, torch.Tensor]:

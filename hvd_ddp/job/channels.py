@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import os
 import re
 import secrets
-import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -27,6 +29,20 @@ class Channel(Protocol):
 
     def withdraw(self) -> None:
         """Rank 0, when all have arrived: leave nothing behind."""
+
+
+def write_card(addresses: Sequence[tuple[str, int]], token: bytes) -> bytes:
+    """Rank 0's addresses and the job's token."""
+    return json.dumps({"addresses": addresses, "token": token.hex()}).encode()
+
+
+def read_card(card: bytes | None) -> tuple[list[tuple[str, int]], bytes] | None:
+    """What `write_card` was given; None for what is no card (of a full disk, of another version): look again."""
+    try:
+        content = json.loads(card or b"")
+        return [(str(host), int(port)) for host, port in content["addresses"]], bytes.fromhex(content["token"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def channel_for(launch: Launch, directory: Path) -> Channel:
@@ -74,17 +90,21 @@ class HorovodrunChannel:
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # never through a site's proxy
 
     def offer(self, card: bytes) -> None:
-        self._open(urllib.request.Request(self._url, data=card, method="PUT"), timeout=10).close()
+        try:
+            self._open(urllib.request.Request(self._url, data=card, method="PUT"), timeout=10).close()
+        except (OSError, http.client.HTTPException) as error:
+            raise HvdDDPError(f"horovodrun's server at `{self._url}` does not answer: {error}. Start again.") from error
 
     def card(self) -> bytes | None:
         try:
             with self._open(self._url, timeout=10) as answer:
                 return bytes(answer.read(1 << 16)) or None
-        except urllib.error.HTTPError:
+        except (OSError, http.client.HTTPException):  # not there yet, or for the moment out of reach
             return None
 
     def withdraw(self) -> None:
-        self.offer(b"")
+        with contextlib.suppress(HvdDDPError):
+            self.offer(b"")
 
 
 class FileChannel:

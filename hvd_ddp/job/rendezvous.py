@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvd_ddp.errors import HvdDDPError, RankFailedError, RankZeroMissingError
-from hvd_ddp.job.channels import Channel, channel_for
+from hvd_ddp.job.channels import Channel, channel_for, read_card, write_card
 from hvd_ddp.job.launch import Launch
 from hvd_ddp.job.network import LOOPBACK, addresses, interface_of, listen, serve_store, store_client
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 NONCE, MAC, LENGTH = 16, 32, 4  # bytes
 LARGEST_HELLO, LARGEST_ANSWER = 1 << 14, 1 << 22  # bytes
-LAST_WORDS = 30.0  # seconds that a rank 0 which can't train waits for the others, to tell them
+LAST_WORDS = 30.0  # seconds that a job which can't train waits for ranks that are still to come, to tell them
 HANDSHAKE = 10.0  # seconds in which a peer that has connected must have shown the token
 
 
@@ -97,14 +97,12 @@ def _host(launch: Launch, channel: Channel, *, hello: dict[str, Any], deadline: 
     alone = launch.local_world_size == launch.world_size
     listeners = [listen(address) for address in ([LOOPBACK] if alone else addresses())]
     doors = [listener.getsockname()[:2] for listener in listeners]
-    channel.offer(json.dumps({"addresses": doors, "token": token.hex()}).encode())
-    if hello["error"]:
-        deadline = min(deadline, time.monotonic() + LAST_WORDS)
+    channel.offer(write_card(doors, token))
     try:
         missing = asyncio.run(guests.receive(listeners, deadline))
         channel.withdraw()
         peers = [guests.hellos.get(rank, {}) for rank in range(launch.world_size)]
-        problem = _problem(peers, missing, launch)
+        problem = _problem([*peers, *guests.misfits], missing, launch)
         if problem:
             guests.answer({"error": problem[0], "failed": problem[1]})
             raise (RankFailedError if problem[1] else HvdDDPError)(problem[0])
@@ -116,16 +114,18 @@ def _host(launch: Launch, channel: Channel, *, hello: dict[str, Any], deadline: 
         guests.close()
 
 
-def _problem(peers: list[dict[str, Any]], missing: list[int], launch: Launch) -> tuple[str, bool] | None:
+def _problem(hellos: list[dict[str, Any]], missing: list[int], launch: Launch) -> tuple[str, bool] | None:
     """What is wrong, and whether that is a rank's failure rather than something the user set."""
-    for rank, peer in enumerate(peers):
-        if peer.get("error"):
-            where = f" (rank {rank} on {peer['host']})" if any(p.get("error") != peer["error"] for p in peers) else ""
-            return str(peer["error"]) + where, False
-        if peer and peer["world_size"] != launch.world_size:
+    came = [hello for hello in hellos if hello]
+    for hello in came:
+        if hello.get("error"):
+            everywhere = all(other.get("error") == hello["error"] for other in came)
+            return str(hello["error"]) + ("" if everywhere else f" (rank {hello['rank']} on {hello['host']})"), False
+    for hello in came:
+        if hello["world_size"] != launch.world_size:
             return (
-                f"rank {rank} was told a world size of `{peer['world_size']}`, rank 0 of `{launch.world_size}`: they "
-                "are not of one job. Start all ranks with one command."
+                f"rank {hello['rank']} was told a world size of `{hello['world_size']}`, rank 0 of "
+                f"`{launch.world_size}`: they are not of one job. Start all ranks with one command."
             ), False
     if missing:
         names = ", ".join(f"{rank} ({launch.hosts[rank]})" if launch.hosts else str(rank) for rank in missing[:20])
@@ -142,17 +142,22 @@ class _Guests:
 
     def __init__(self, token: bytes, world_size: int) -> None:
         self.hellos: dict[int, dict[str, Any]] = {}
+        self.misfits: list[dict[str, Any]] = []  # of ranks that this job does not have
         self._token, self._world_size = token, world_size
-        self._sockets: dict[int, tuple[socket.socket, bytes]] = {}
-        self._all_here = asyncio.Event()
+        self._connections: list[tuple[socket.socket, bytes]] = []
 
     async def receive(self, listeners: list[socket.socket], deadline: float) -> list[int]:
-        """Wait for all peers; returns the ranks that have not come by the deadline."""
+        """Wait for all peers; returns the ranks that have not come by the deadline.
+
+        Once it is clear that the job can't train, those that are still to come get LAST_WORDS seconds to hear it.
+        """
         servers = [asyncio.ensure_future(self._accept(listener)) for listener in listeners]
         try:
-            await asyncio.wait_for(self._all_here.wait(), max(0.0, deadline - time.monotonic()))
-        except asyncio.TimeoutError:
-            pass
+            unwell = False
+            while len(self.hellos) < self._world_size and time.monotonic() < deadline:
+                if not unwell and (self.misfits or any(hello.get("error") for hello in self.hellos.values())):
+                    unwell, deadline = True, min(deadline, time.monotonic() + LAST_WORDS)
+                await asyncio.sleep(0.02)
         finally:
             for server in servers:
                 server.cancel()
@@ -166,7 +171,11 @@ class _Guests:
         tasks: set[asyncio.Future[None]] = set()
         listener.setblocking(False)
         while True:
-            connection, _ = await loop.sock_accept(listener)
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError:  # too many open files: strangers are shown out after HANDSHAKE seconds
+                await asyncio.sleep(0.1)
+                continue
             connection.setblocking(False)
             task = asyncio.ensure_future(self._greet(connection))
             tasks.add(task)
@@ -176,15 +185,17 @@ class _Guests:
         nonce = secrets.token_bytes(NONCE)
         try:
             hello = json.loads(await asyncio.wait_for(self._hello(connection, nonce), HANDSHAKE))
-            rank = int(hello["rank"])
-            if not 0 < rank < self._world_size or rank in self.hellos:
+            rank, fits = int(hello["rank"]), hello["world_size"] == self._world_size
+            if rank < 1 or rank in self.hellos or (fits and rank >= self._world_size):
                 raise ValueError(f"rank {rank} is not awaited")
         except (OSError, ValueError, KeyError, TypeError, asyncio.TimeoutError, EOFError):
             connection.close()  # a stranger, or a peer that will try again
             return
-        self.hellos[rank], self._sockets[rank] = hello, (connection, nonce)
-        if len(self.hellos) == self._world_size or hello.get("error"):
-            self._all_here.set()
+        self._connections.append((connection, nonce))
+        if rank < self._world_size:
+            self.hellos[rank] = hello
+        else:
+            self.misfits.append(hello)
 
     async def _hello(self, connection: socket.socket, nonce: bytes) -> bytes:
         loop = asyncio.get_running_loop()
@@ -200,12 +211,12 @@ class _Guests:
 
     def address(self) -> str:
         """This host's address over which most peers came."""
-        came = [connection.getsockname()[0] for connection, _ in self._sockets.values()]
+        came = [connection.getsockname()[0] for connection, _ in self._connections]
         return str(max(set(came), key=came.count))
 
     def answer(self, message: dict[str, Any]) -> None:
         body = json.dumps(message).encode()
-        for connection, nonce in self._sockets.values():
+        for connection, nonce in self._connections:
             connection.setblocking(True)
             connection.settimeout(HANDSHAKE)
             try:
@@ -214,14 +225,14 @@ class _Guests:
                 continue  # it has gone meanwhile; the first collective says so
 
     def close(self) -> None:
-        for connection, _ in self._sockets.values():
+        for connection, _ in self._connections:
             connection.close()
 
 
 def _join(launch: Launch, channel: Channel, *, hello: dict[str, Any], deadline: float) -> Meeting:
     while time.monotonic() < deadline:
-        card = channel.card()
-        answer = _visit(json.loads(card), hello, deadline) if card else None
+        card = read_card(channel.card())
+        answer = _visit(*card, hello, deadline) if card else None
         if answer is None:
             time.sleep(0.05)
             continue
@@ -237,10 +248,12 @@ def _join(launch: Launch, channel: Channel, *, hello: dict[str, Any], deadline: 
     )
 
 
-def _visit(card: dict[str, Any], hello: dict[str, Any], deadline: float) -> tuple[dict[str, Any], str] | None:
+def _visit(
+    doors: list[tuple[str, int]], token: bytes, hello: dict[str, Any], deadline: float
+) -> tuple[dict[str, Any], str] | None:
     """Knock at rank 0's addresses; None when nobody there knows our token (a stale card: look again)."""
-    token, body = bytes.fromhex(card["token"]), json.dumps(hello).encode()
-    for host, port in card["addresses"]:
+    body = json.dumps(hello).encode()
+    for host, port in doors:
         try:
             with socket.create_connection((host, port), timeout=5) as connection:
                 connection.settimeout(HANDSHAKE)

@@ -7,25 +7,32 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hvd_ddp.errors import FAILED, FINISHED, INTERRUPTED, HvdDDPError
 from hvd_ddp.job.launch import Launch
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
+LOCAL = "hvd_ddp-local"
 
 
 def spawn(num_ranks: int, arguments: Sequence[str]) -> int:
     """Run `python -m hvd_ddp <arguments>` as `num_ranks` local ranks; returns the first failing rank's exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failing rank has said it
+    rendezvous_handler_registry.register(LOCAL, _local_rendezvous)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
+        rdzv_backend=LOCAL,
         max_restarts=0,
     )
     try:
@@ -36,6 +43,43 @@ def spawn(num_ranks: int, arguments: Sequence[str]) -> int:
     except SignalException as stopped:  # the agent has passed it on and the ranks are gone
         return INTERRUPTED if stopped.sigval == signal.SIGINT else 128 + stopped.sigval
     return FINISHED
+
+
+def _local_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
+    """A rendezvous of one node with a store on loopback.
+
+    torch's own two listen on every interface, and the c10d one unpickles what it finds in its store.
+    """
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+    from hvd_ddp.job.network import LOOPBACK, serve_store
+
+    class OneNode(RendezvousHandler):
+        use_agent_store = True  # type: ignore[assignment]
+
+        def get_backend(self) -> str:
+            return LOCAL
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            self._store, port = serve_store(LOOPBACK)
+            return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None:
+            pass
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def get_run_id(self) -> str:
+            return parameters.run_id
+
+        def shutdown(self) -> bool:
+            return True
+
+    return OneNode()
 
 
 def wants_ranks(nproc: int | None, launch: Launch) -> bool:
