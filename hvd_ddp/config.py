@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -116,11 +117,13 @@ class TrainConfig:
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{_flag(name)} is `{value}`: nothing would be done. Give a whole number from 1 up.")
         for name in ("lr", "start_timeout", "timeout"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{_flag(name)} is `{getattr(self, name)}`. Give a number above 0.")
-        for name in ("momentum", "weight_decay", "warmup_steps", "seed"):
-            if not getattr(self, name) >= 0:
+        for name in ("momentum", "weight_decay", "warmup_steps", "decay_factor"):
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{_flag(name)} is `{getattr(self, name)}`. Give 0 or more.")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"--seed is `{self.seed}`. Give a whole number from 0 to 2**64 - 1.")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"--clip-norm is `{self.clip_norm}`: every step would be zero. Give a number above 0.")
         if not 0 <= self.label_smoothing < 1:

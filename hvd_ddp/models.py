@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -44,11 +45,18 @@ def build(name: str, num_classes: int, in_channels: int) -> nn.Module:
     if name in MODELS:
         return MODELS[name](num_classes, in_channels)
     if ":" in name:
-        model = load_factory("--model", name)(num_classes)
+        factory = load_factory("--model", name)
+        try:
+            inspect.signature(factory).bind(num_classes)
+        except TypeError as error:
+            raise HvdDDPError(f"--model `{name}` can't be called as factory(num_classes): {error}. Mend it.") from error
+        model = factory(num_classes)
         if not isinstance(model, nn.Module):
             raise HvdDDPError(
                 f"--model `{name}` made a {type(model).__name__}, not a torch.nn.Module. Return a module."
             )
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise HvdDDPError(f"--model `{name}` made a model without a parameter to train. Return one that has some.")
         return model
     near = difflib.get_close_matches(name, MODELS, 1)
     raise HvdDDPError(

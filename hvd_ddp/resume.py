@@ -44,19 +44,27 @@ def has_checkpoints(config: TrainConfig, launch: Launch) -> bool:
     return bool(own) or config.resume not in ("auto", "never")
 
 
-def plan(config: TrainConfig, directory: Path, *, total_steps: int) -> tuple[Start, bytes]:
+def plan(config: TrainConfig, directory: Path, *, total_steps: int, num_samples: int) -> tuple[Start, bytes]:
     """Decide by the table "the life of a run"; reads only. The bytes are those of the checkpoint to go on from.
 
     Raises HvdDDPError where the directory holds a run that this configuration can't go on with.
     """
     summary = read_json(directory / "summary.json")
-    restart = int(summary.get("restart", -1)) + 1
+    restart = summary["restart"] + 1 if isinstance(summary.get("restart"), int) else 0
     existing = checkpoint.found(directory / "checkpoints")
     started = bool(existing or summary or (directory / "config.yaml").exists())
     if config.resume == "never" and started:
         raise HvdDDPError(f"`{directory}` holds a run already, and --resume is `never`. Choose another --run-dir.")
     if config.resume not in ("auto", "never"):
-        return _from_file(config, directory, existing=existing, total_steps=total_steps, restart=restart)
+        start, data = _from_file(config, directory, existing=existing, restart=restart)
+        _may_go_on(
+            config,
+            checkpoint.parse(data, config.resume),
+            origin=config.resume,
+            total_steps=total_steps,
+            num_samples=num_samples,
+        )
+        return start, data
     path, data, passed_over = checkpoint.newest_whole(directory / "checkpoints")
     if path is None:
         if existing:
@@ -68,14 +76,12 @@ def plan(config: TrainConfig, directory: Path, *, total_steps: int) -> tuple[Sta
             _same_run(config, _read_yaml(directory / "config.yaml"), str(directory))
         return Start(str(directory), restart), b""
     state = checkpoint.parse(data, str(path))
-    _may_go_on(config, state, origin=str(path), total_steps=total_steps)
+    _may_go_on(config, state, origin=str(path), total_steps=total_steps, num_samples=num_samples)
     finished = summary.get("status") == "finished" and state["progress"]["step"] == total_steps
     return Start(str(directory), restart, str(path), finished, tuple(passed_over)), data
 
 
-def _from_file(
-    config: TrainConfig, directory: Path, *, existing: list[Path], total_steps: int, restart: int
-) -> tuple[Start, bytes]:
+def _from_file(config: TrainConfig, directory: Path, *, existing: list[Path], restart: int) -> tuple[Start, bytes]:
     if existing:
         raise HvdDDPError(
             f"--resume is `{config.resume}`, but `{directory}` has checkpoints of its own ({existing[0].name}). "
@@ -87,14 +93,18 @@ def _from_file(
             f"--resume is `{config.resume}`, and there is no such file. Give auto, never or a checkpoint."
         )
     data = checkpoint.verified(path)
-    _may_go_on(config, checkpoint.parse(data, str(path)), origin=str(path), total_steps=total_steps)
     return Start(str(directory), restart, str(path)), data
 
 
-def _may_go_on(config: TrainConfig, state: dict[str, Any], *, origin: str, total_steps: int) -> None:
-    if not {"model", "optimizer", "progress", "config", "total_steps"} <= state.keys():
+def _may_go_on(config: TrainConfig, state: dict[str, Any], *, origin: str, total_steps: int, num_samples: int) -> None:
+    if not {"model", "optimizer", "progress", "config", "total_steps", "data"} <= state.keys():
         raise HvdDDPError(f"`{origin}` is no checkpoint of a run. To take its weights alone, use --init.")
     _same_run(config, state["config"], f"Checkpoint `{origin}`")
+    if state["data"]["num_samples"] != num_samples:
+        raise HvdDDPError(
+            f"Checkpoint `{origin}` was written with `{state['data']['num_samples']}` training samples, here are "
+            f"`{num_samples}`: the data order would change. Use the same files, or another --run-dir."
+        )
     step = state["progress"]["step"]
     if total_steps < step:
         raise HvdDDPError(

@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 class Run:
     """An open run directory. Rank 0 writes all but the log file of each rank."""
 
-    def __init__(self, config: TrainConfig, backend: Backend, *, total_steps: int) -> None:
+    def __init__(self, config: TrainConfig, backend: Backend, *, total_steps: int, num_samples: int) -> None:
         """Decide what this start does, on rank 0, and tell all; raises HvdDDPError everywhere."""
         self.config, self.backend, self.total_steps = config, backend, total_steps
         self._data = b""
-        self.start = Start(**backend.on_main(self._plan))
+        self.start = Start(**backend.on_main(lambda: self._plan(num_samples)))
         self.directory = Path(self.start.directory)
         self.console: Console = console(is_main=backend.is_main, behind_mpi=backend.launch.mpi is not None)
         self.metrics = Metrics(self.directory / "metrics.jsonl" if backend.is_main else None)
@@ -39,12 +39,12 @@ class Run:
         self._handler: logging.Handler | None = None
         self._began = time.monotonic()
 
-    def _plan(self) -> dict[str, Any]:
+    def _plan(self, num_samples: int) -> dict[str, Any]:
         directory = default_directory(self.config, self.backend.launch)
         self._lock = Lock(directory, self.backend.launch, timeout=self.config.timeout)
         self._lock.refuse_if_held()
         try:
-            start, self._data = plan(self.config, directory, total_steps=self.total_steps)
+            start, self._data = plan(self.config, directory, total_steps=self.total_steps, num_samples=num_samples)
         except OSError as error:
             raise HvdDDPError(f"`{directory}` can't be read: {error.strerror}. Choose another --run-dir.") from error
         return start.__dict__

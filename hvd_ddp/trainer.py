@@ -72,12 +72,16 @@ class Trainer:
 
     def fit(self) -> dict[str, Any]:
         """Train to the end from wherever the run directory is; returns the summary's figures."""
-        with Run(self.config, self.backend, total_steps=self.total_steps) as run:
+        num_samples = len(self.data.train)
+        with Run(self.config, self.backend, total_steps=self.total_steps, num_samples=num_samples) as run:
             if run.start.finished:
                 run.already_finished()
                 return {}
+            if run.start.checkpoint is not None:
+                self._resume(run, run.start.checkpoint)  # before anything is written: it may not fit
             run.open()
-            self._resume(run)
+            if run.start.checkpoint is not None:
+                run.resumed(step=self.step, epoch=self.step // self.steps_per_epoch)
             return self._fit(run)
 
     def _fit(self, run: Run) -> dict[str, Any]:
@@ -161,11 +165,6 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()` of any number of ranks and any backend."""
-        if state["data"]["num_samples"] != len(self.data.train):
-            raise HvdDDPError(
-                f"The checkpoint was written with `{state['data']['num_samples']}` training samples, here are "
-                f"`{len(self.data.train)}`: the data order would change. Use the same files, or another --run-dir."
-            )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.scaler.load_state_dict(state["scaler"])
@@ -201,12 +200,15 @@ class Trainer:
             average_buffers(self.backend, self.model)
             self._averaged_at = self.step
 
-    def _resume(self, run: Run) -> None:
-        if run.start.checkpoint is None:
-            return
-        self.load_state_dict(checkpoint.parse(run.checkpoint_bytes(), run.start.checkpoint))
+    def _resume(self, run: Run, origin: str) -> None:
+        try:
+            self.load_state_dict(checkpoint.parse(run.checkpoint_bytes(), origin))
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise HvdDDPError(
+                f"Checkpoint `{origin}` does not fit --model {self.config.model} any more: "
+                f"{' '.join(str(error).split())[:300]}. Use the code that wrote it, or another --run-dir."
+            ) from error
         self._averaged_at = self.step
-        run.resumed(step=self.step, epoch=self.step // self.steps_per_epoch)
 
     def _save(self, run: Run) -> None:
         self._average_buffers()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,14 +55,17 @@ def parse(arguments: list[str], *, show_errors: bool = True) -> Options:
     if path is not None:
         defaults = _read_yaml(path)
     from_file = [_as_argument(name, value) for name, value in defaults.items()]
-    return tyro.cli(
-        Options,
-        args=[*from_file, *arguments],
-        description=DESCRIPTION,
-        prog="python -m hvd_ddp",
-        config=(tyro.conf.OmitArgPrefixes,),
-        console_outputs=show_errors,
-    )
+    # tyro itself is silent about all but what TrainConfig refuses.
+    silence = contextlib.nullcontext() if show_errors else contextlib.redirect_stderr(io.StringIO())
+    with silence:
+        return tyro.cli(
+            Options,
+            args=[*from_file, *arguments],
+            description=DESCRIPTION,
+            prog="python -m hvd_ddp",
+            config=(tyro.conf.OmitArgPrefixes,),
+            console_outputs=show_errors,
+        )
 
 
 def _config_file(arguments: list[str]) -> Path | None:
@@ -94,6 +99,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _as_argument(name: str, value: Any) -> str:
     flag = name.replace("_", "-")
+    if isinstance(getattr(TrainConfig, name), bool) and not isinstance(value, bool):
+        raise HvdDDPError(f"--config: {name} is `{value}`. Write true or false.")
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
     return f"--{flag}={value}"

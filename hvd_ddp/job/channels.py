@@ -116,6 +116,10 @@ class FileChannel:
     """
 
     def __init__(self, directory: Path, job: str) -> None:
+        """Raise HvdDDPError on every rank where rank 0 could not write: no rank waits for a card that can't come."""
+        there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise self._refusal(directory, "Not a directory" if not there.is_dir() else "Permission denied")
         self._path = directory / (".rendezvous-" + re.sub(r"[^A-Za-z0-9.-]", "_", job))
         self._made: list[Path] = []
 
@@ -130,10 +134,14 @@ class FileChannel:
                 file.write(card)
             os.replace(temporary, self._path)
         except OSError as error:
-            raise HvdDDPError(
-                f"`{folder}` can't be written ({error.strerror}): the ranks could not find each other. "
-                "Choose a --run-dir on a file system that all ranks see and you may write."
-            ) from error
+            raise self._refusal(folder, str(error.strerror)) from error
+
+    @staticmethod
+    def _refusal(folder: Path, reason: str) -> HvdDDPError:
+        return HvdDDPError(
+            f"`{folder}` can't be written ({reason}): the ranks could not find each other. "
+            "Choose a --run-dir on a file system that all ranks see and you may write."
+        )
 
     def card(self) -> bytes | None:
         with contextlib.suppress(OSError):
