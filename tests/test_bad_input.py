@@ -126,7 +126,6 @@ SAME = [*FAST, "--model", "factories:Small"]
     [
         (["--global-bach", "3"], ["Unrecognized options: --global-bach", "--global-batch"]),
         (["--globalbatch=3"], ["Unrecognized options", "--global-batch"]),
-        (["trian"], ["Unrecognized options: trian"]),
         (["train", "extra"], ["Unrecognized options: extra"]),
         (["--backend", "hvd"], ["--backend", "'auto', 'ddp', 'horovod', 'local'"]),
         (["--transport", "tcp"], ["--transport", "'auto', 'nccl', 'gloo', 'mpi'"]),
@@ -747,6 +746,35 @@ def test_an_option_is_refused_once(launcher: str, line: list[str], wanted: str, 
     assert words(result.text).count(wanted) == 1, result.text
 
 
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        (["--epochs", "0"], "--epochs is `0`"),
+        (["--nproc", "2"], "--nproc is `2`"),
+        (["--device", "cuda", "--run-dir", "NONE"], "--device is `cuda`"),
+    ],
+)
+def test_it_is_said_also_where_rank_0_is_the_slowest(line: list[str], wanted: str, nothing: Path) -> None:
+    """mpirun kills all when the first one has left: the others must not leave before it is said."""
+    if torch.cuda.is_available() and "cuda" in line:
+        pytest.skip("a machine with a GPU")
+    (nothing.parent / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "class Slow:\n"
+        "    delay = 0.7\n"
+        "    def write(self, text):\n"
+        "        time.sleep(self.delay)\n"
+        "        self.delay = 0\n"
+        "        return sys.__stderr__.write(text)\n"
+        "    def __getattr__(self, name): return getattr(sys.__stderr__, name)\n"
+        "if os.environ.get('OMPI_COMM_WORLD_RANK') == '0': sys.stderr = Slow()\n"
+    )
+    program = ["-m", "hvd_ddp", *(str(nothing) if word == "NONE" else word for word in line)]
+    result = run(command("mpirun", 2, program), timeout=60, PYTHONPATH=f"{nothing.parent}:{ROOT}")
+    assert result.code == 2
+    assert words(result.text).count(wanted) == 1, result.text
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", "mpiexec.mpich"])
 def test_nobody_waits_for_a_rank_0_that_can_not_write(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
@@ -758,5 +786,17 @@ def test_nobody_waits_for_a_rank_0_that_can_not_write(launcher: str, tmp_path: P
 
 def test_no_process_is_left() -> None:
     """By any of the above: all were started as children of this one."""
-    left = [child for child in psutil.Process().children(recursive=True) if "hvd_ddp" in " ".join(child.cmdline())]
+    left = [child for child in psutil.Process().children(recursive=True) if "hvd_ddp" in child.cmdline()]
     assert left == []
+
+
+def test_a_command_that_is_none(cli: Cli) -> None:
+    refused(cli("trian"), "`trian`", "train, evaluate, install-horovod", "Did you mean train?")
+    refused(cli("3"), "`3`", "train, evaluate, install-horovod")
+
+
+def test_nobody_reads_on() -> None:
+    line = f"set -o pipefail; {sys.executable} -m hvd_ddp --help | head -1"
+    result = run(["bash", "-c", line], timeout=30)
+    assert "Traceback" not in result.text
+    assert "BrokenPipe" not in result.text

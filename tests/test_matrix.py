@@ -81,7 +81,8 @@ def test_the_same_threads_a_rank_under_every_launcher(tmp_path: Path) -> None:
     program = tmp_path / "threads.py"
     program.write_text(
         "import torch\nfrom hvd_ddp import connect\n"
-        "with connect(device='cpu') as backend:\n    print('threads', torch.get_num_threads(), flush=True)\n"
+        "with connect(device='cpu') as backend:\n"
+        "    print(f'threads {torch.get_num_threads()}\\n', end='', flush=True)\n"
     )
     wanted = str(max(1, (os.cpu_count() or 1) // 2))
     for launcher in ("torchrun", "mpirun", "mpiexec.mpich", "horovodrun --gloo"):

@@ -11,6 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Imported before there is a group: its functions have the default group of that moment as a default argument, and DDP's
+# constructor imports it. A group that outlives its teardown ends with the interpreter, and now and then with
+# "terminate called without an active exception" and exit code 134 (torch 2.14.1, in plain DDP scripts as well).
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
@@ -54,8 +59,7 @@ class DDPBackend(Backend):
 
     def teardown(self) -> None:
         for wrapped in self._wrapped:
-            # What still holds the group when the interpreter ends is destroyed too late: "terminate called without
-            # an active exception" and exit code 134, now and then, with plain DDP as well (torch 2.14.1).
+            # The caller's reference must not keep the group alive: see the import above.
             for name in ("reducer", "logger", "process_group"):
                 setattr(wrapped, name, None)
         self._wrapped.clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +51,9 @@ class Options:
 def run(arguments: list[str]) -> int:
     """`python -m hvd_ddp evaluate`."""
     launch = detect()
-    options = tyro.cli(Options, args=arguments, prog="python -m hvd_ddp evaluate", console_outputs=launch.rank == 0)
+    # tyro's console_outputs does not silence a value that it can't read
+    with contextlib.nullcontext() if launch.rank == 0 else contextlib.redirect_stderr(io.StringIO()):
+        options = tyro.cli(Options, args=arguments, prog="python -m hvd_ddp evaluate", console_outputs=launch.rank == 0)
     if wants_ranks(options.nproc, launch):
         return spawn(options.nproc or 1, ["evaluate", *arguments])
     from hvd_ddp.backends import connect

@@ -140,7 +140,7 @@ class FileChannel:
     def _refusal(folder: Path, reason: str) -> HvdDDPError:
         return HvdDDPError(
             f"`{folder}` can't be written ({reason}): the ranks could not find each other. "
-            "Choose a --run-dir on a file system that all ranks see and you may write."
+            "Choose a --run-dir (for evaluate: work in a folder) on a file system that all ranks see and you may write."
         )
 
     def card(self) -> bytes | None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 NONCE, MAC, LENGTH = 16, 32, 4  # bytes
+GREETING = NONCE + MAC
 LARGEST_HELLO, LARGEST_ANSWER = 1 << 14, 1 << 22  # bytes
 LAST_WORDS = 30.0  # seconds that a job which can't train waits for ranks that are still to come, to tell them
 HANDSHAKE = 10.0  # seconds in which a peer that has connected must have shown the token
@@ -199,7 +200,7 @@ class _Guests:
 
     async def _hello(self, connection: socket.socket, nonce: bytes) -> bytes:
         loop = asyncio.get_running_loop()
-        await loop.sock_sendall(connection, nonce)
+        await loop.sock_sendall(connection, nonce + _seal(self._token, nonce, b"rank 0", b""))
         head = await _receive_exactly(connection, MAC + LENGTH)
         (size,) = struct.unpack("!I", head[MAC:])
         if size > LARGEST_HELLO:
@@ -257,7 +258,10 @@ def _visit(
         try:
             with socket.create_connection((host, port), timeout=5) as connection:
                 connection.settimeout(HANDSHAKE)
-                nonce = _read(connection, NONCE)
+                greeting = _read(connection, GREETING)
+                nonce = greeting[:NONCE]
+                if not hmac.compare_digest(greeting[NONCE:], _seal(token, nonce, b"rank 0", b"")):
+                    continue  # of a stale card: another program has the port by now, and would let us wait
                 connection.sendall(_seal(token, nonce, b"hello", body) + struct.pack("!I", len(body)) + body)
                 connection.settimeout(max(0.1, deadline + HANDSHAKE - time.monotonic()))
                 head = _read(connection, MAC + LENGTH)

@@ -95,6 +95,7 @@ def main() -> None:
             trainer("adamw_clip_accumulate", backend, options.out / "straight", **moving).fit()
             for steps in (7, 13, STEPS):
                 trainer("adamw_clip_accumulate", backend, options.out / "stops", **moving, max_steps=steps).fit()
+    results["threads"] = sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
     (options.out / f"rank{backend.launch.rank}.json").write_text(json.dumps(results))
 
 
