@@ -149,3 +149,9 @@ def test_static_checks(tool: list[str]) -> None:
         [sys.executable, "-m", *tool], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_shell_scripts() -> None:
+    scripts = [str(ROOT / "tests/run"), str(ROOT / ".ci/run"), *map(str, (ROOT / "slurm").glob("*"))]
+    result = subprocess.run(["shellcheck", *scripts], env=environment(), capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout
