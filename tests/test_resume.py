@@ -47,30 +47,38 @@ def last_step(folder: Path) -> int:
         return 0
 
 
-def kill_at(step: int, launcher: str, options: list[str], folder: Path) -> None:
-    """Start, SIGKILL every process of the job when the step shows up, wait until all are gone."""
-    process = subprocess.Popen(
-        command(launcher, 2, [*options, "--run-dir", str(folder)]),
+def begin(launcher: str, folder: Path) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(launcher, 2, [*OPTIONS, "--run-dir", str(folder)]),
         env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+def kill(process: subprocess.Popen, folder: Path) -> None:
+    """SIGKILL every process of the job, until none is left."""
+    deadline = time.monotonic() + 30
+    while pids := ranks_of(folder):
+        assert time.monotonic() < deadline
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    process.wait(timeout=30)
+
+
+def kill_at(step: int, launcher: str, folder: Path) -> None:
+    """Start, and kill when the step shows up."""
+    process = begin(launcher, folder)
     deadline = time.monotonic() + 90
     while last_step(folder) < step:
         assert process.poll() is None, "it ended before it was killed"
         assert time.monotonic() < deadline, "no such step came"
         time.sleep(0.01)
-    while pids := ranks_of(folder):
-        assert time.monotonic() < deadline
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        time.sleep(0.05)
-    process.wait(timeout=30)
+    kill(process, folder)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +93,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
 def test_killed_three_times_ends_with_the_same_bits(launcher: str, wanted: dict, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for step in (3, 37, 71):
-        kill_at(step, launcher, OPTIONS, folder)
+        kill_at(step, launcher, folder)
     result = train(launcher, 2, *OPTIONS[5:], "--run-dir", str(folder))
     assert result.code == 0, result.text[-3000:]
     assert "resuming from" in result.out
@@ -96,8 +104,8 @@ def test_killed_three_times_ends_with_the_same_bits(launcher: str, wanted: dict,
 
 def test_begun_under_horovod_and_ended_under_ddp(wanted: dict, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    kill_at(23, "horovodrun --gloo", OPTIONS, folder)
-    kill_at(58, "mpirun", OPTIONS, folder)
+    kill_at(23, "horovodrun --gloo", folder)
+    kill_at(58, "mpirun", folder)
     result = train("horovodrun", 2, *OPTIONS[5:], "--run-dir", str(folder))
     assert result.code == 0, result.text[-3000:]
     starts = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -110,7 +118,7 @@ def test_begun_under_horovod_and_ended_under_ddp(wanted: dict, tmp_path: Path) -
 def test_on_another_number_of_ranks(wanted: dict, tmp_path: Path) -> None:
     """Other ranks, other order of sums: close, with every sample used in the same step."""
     folder = tmp_path / "run"
-    kill_at(45, "torchrun", OPTIONS, folder)
+    kill_at(45, "torchrun", folder)
     result = train("mpirun", 3, *OPTIONS[5:], "--run-dir", str(folder))
     assert result.code == 0, result.text[-3000:]
     mine = flat(folder)
@@ -126,23 +134,9 @@ def test_killed_at_random_moments(launcher: str, wanted: dict, tmp_path: Path) -
     for number in range(4):
         folder = tmp_path / f"run{number}"
         for _ in range(5):
-            process = subprocess.Popen(
-                command(launcher, 2, [*OPTIONS, "--run-dir", str(folder)]),
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            process = begin(launcher, folder)
             time.sleep(chance.uniform(2.0, 9.0))
-            deadline = time.monotonic() + 30
-            while pids := ranks_of(folder):
-                assert time.monotonic() < deadline
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                time.sleep(0.05)
-            process.wait(timeout=30)
+            kill(process, folder)
         result = train(launcher, 2, *OPTIONS[5:], "--run-dir", str(folder))
         assert result.code == 0, result.text[-3000:]
         mine = flat(folder)
