@@ -33,33 +33,6 @@ FAST = ["--max-steps", "2", "--threads", "1"]
 Cli = Callable[..., Result]
 
 
-class Left(BaseException):
-    """Instead of os._exit, by which a job whose training failed ends."""
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
-    """`python -m hvd_ddp ...` in this process and in an empty folder; its exit code and what it wrote."""
-
-    def leave(code: int) -> None:
-        raise Left(code)
-
-    monkeypatch.setattr(os, "_exit", leave)
-    folder = tmp_path / "working directory"
-    folder.mkdir(exist_ok=True)
-    monkeypatch.chdir(folder)
-
-    def start(*arguments: str) -> Result:
-        capfd.readouterr()
-        try:
-            code: Any = main(list(arguments))
-        except (Left, SystemExit) as end:
-            code = end.args[0]
-        return Result(int(code), *capfd.readouterr())
-
-    return start
-
-
 def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
     """Content and time of every file below, also of none."""
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
@@ -112,7 +85,7 @@ def nothing(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "none"
     yield folder
     assert not folder.exists(), snapshot(folder).keys()
-    assert snapshot(tmp_path / "working directory") == {}
+    assert snapshot(tmp_path / "cwd") == {}
 
 
 SAME = [*FAST, "--model", "factories:Small"]

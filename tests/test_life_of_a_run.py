@@ -4,7 +4,6 @@ The rows that are refused are in test_bad_input.py; that cut runs end with the s
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,30 +21,10 @@ STEPS = 23  # of an epoch of the digits at the default batch of 64
 Cli = Callable[..., Result]
 
 
-class Left(BaseException):
-    """Instead of os._exit."""
-
-
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
-    """`python -m hvd_ddp ...` in this process, in a folder of its own."""
-
-    def leave(code: int) -> None:
-        raise Left(code)
-
-    monkeypatch.setattr(os, "_exit", leave)
-    (tmp_path / "cwd").mkdir()
-    monkeypatch.chdir(tmp_path / "cwd")
-
-    def start(*arguments: str) -> Result:
-        capfd.readouterr()
-        try:
-            code: Any = main([*SMALL, *arguments])
-        except (Left, SystemExit) as end:
-            code = end.args[0]
-        return Result(int(code), *capfd.readouterr())
-
-    return start
+def cli(cli: Cli) -> Cli:
+    """`python -m hvd_ddp ...` with the small model."""
+    return lambda *arguments: cli(*SMALL, *arguments)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,40 @@
+"""The command line in this process, for tests that need no ranks."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launchers import Result
+
+from hvd_ddp.main import main
+
+Cli = Callable[..., Result]
+
+
+class Left(BaseException):
+    """Instead of os._exit, by which a job whose training failed ends."""
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
+    """`python -m hvd_ddp ...` in this process and in an empty folder; its exit code and what it wrote."""
+
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    folder = tmp_path / "cwd"
+    folder.mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)
+
+    def start(*arguments: str) -> Result:
+        capfd.readouterr()
+        try:
+            code: Any = main(list(arguments))
+        except (Left, SystemExit) as end:
+            code = end.args[0]
+        return Result(int(code), *capfd.readouterr())
+
+    return start
