@@ -1,0 +1,4 @@
+"""Jobs of the cluster."""
+
+
+class Job: ...
