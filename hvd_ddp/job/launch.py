@@ -1,15 +1,15 @@
-"""Who am I: the table of launchers and the table of schedulers. The only place that reads or writes os.environ."""
+"""Who am I: the table of launchers. The only place that reads or writes os.environ."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.job.scheduler import Scheduler, facts, find, step_hosts, tasks_per_node, unused
 
 HOROVODRUN_MARK = "HVD_DDP_LAUNCHER"  # exported to the ranks by the horovodrun that install-horovod builds
 
@@ -58,24 +58,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
 
 
 @dataclass(frozen=True)
-class Scheduler:
-    """One row: the variables of a batch system. It says which job this is, never which rank."""
-
-    name: str
-    job: str
-    restart: str | None = None
-    cores: str | None = None
-
-
-SCHEDULERS: tuple[Scheduler, ...] = (
-    Scheduler("slurm", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_CPUS_ON_NODE"),
-    Scheduler("pbs", "PBS_JOBID", cores="NCPUS"),
-    Scheduler("lsf", "LSB_JOBID"),
-    Scheduler("flux", "FLUX_JOB_ID"),
-)
-
-
-@dataclass(frozen=True)
 class Launch:
     """This rank's place in its job. What no environment has is None until the rendezvous has gathered it."""
 
@@ -92,9 +74,11 @@ class Launch:
     scheduler: str | None = None
     scheduler_job: str | None = None
     scheduler_restart: int = 0
+    ends_at: float | None = None  # seconds since the epoch, as planned when the job began: see `end_of_allocation`
     cores: int = 1  # of this node, or of this job's part of it
     torchrun_store: tuple[str, int, bool] | None = None  # address, port, whether the agent serves it
     horovodrun_store: tuple[str, int] | None = None
+    interfaces: tuple[str, str] | None = None  # the variable in which the user names interfaces, and its value
     seen: str = "no launcher"  # for the banner: what was seen
 
     @property
@@ -108,16 +92,13 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
 
     Raises HvdDDPError where the environment contradicts itself, or where several tasks would each train alone.
     """
-    started = {name: value for name, value in {**os.environ, **_before}.items() if value is not None}
-    env = started if environ is None else environ
+    env = _started() if environ is None else environ
     rows = [row for row in LAUNCHERS if all(env.get(name) for name in row.required)]
-    scheduler = next((s for s in SCHEDULERS if env.get(s.job)), None)
-    outer_facts = _scheduler_facts(env, scheduler)
     if not rows:
         _refuse_batch_shell(env)
         _refuse_foreign_rank(env, "single", 0, 1)
         _refuse_half_a_row(env)
-        return Launch(**outer_facts)  # type: ignore[arg-type]
+        return allocation(env)
     row, outer = rows[0], rows[1:]
     rank, world_size = _number(env, row.rank), _number(env, row.world_size)
     if not 0 <= rank < world_size:
@@ -135,14 +116,25 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
         local_rank=_number(env, row.local_rank),
         local_world_size=local_world_size,
         node_rank=_number(env, row.node_rank) if row.node_rank else None,
-        hosts=_step_hosts(env) if row.name == "srun" else None,
+        hosts=step_hosts(env, world_size) if row.name == "srun" else None,
         by_horovodrun=row.name == "horovodrun" or (row.mpi is not None and _marked(env)),
         mpi=row.mpi,
-        job=_job(env, row, scheduler, one_node=local_world_size == world_size),
+        job=_job(env, row, find(env), one_node=local_world_size == world_size),
         torchrun_store=_torchrun_store(env) if row.name == "torchrun" else None,
         horovodrun_store=_horovodrun_store(env) if row.name == "horovodrun" else None,
         seen=f"{row.rank}={rank} {row.world_size}={world_size}" + (" and horovodrun's mark" if _marked(env) else ""),
-        **outer_facts,  # type: ignore[arg-type]
+        interfaces=_interfaces(env),
+        **facts(env),  # type: ignore[arg-type]
+    )
+
+
+def allocation(environ: Mapping[str, str] | None = None) -> Launch:
+    """One process, and what the scheduler says of its job: for what trains nothing, so that nothing is refused."""
+    env = _started() if environ is None else environ
+    return Launch(
+        seen="no launcher" + unused(env),
+        interfaces=_interfaces(env),
+        **facts(env),  # type: ignore[arg-type]
     )
 
 
@@ -163,12 +155,26 @@ def export(values: Mapping[str, str]) -> None:
     os.environ.update(values)
 
 
+def _started() -> dict[str, str]:
+    """The environment as it was when this process began."""
+    return {name: value for name, value in {**os.environ, **_before}.items() if value is not None}
+
+
+def _interfaces(env: Mapping[str, str]) -> tuple[str, str] | None:
+    """The first of these variables that is set; Gloo's is the narrowest, it takes names in full only.
+
+    `lo` is no wish: horovodrun writes it where all hosts that it was given are this one, under whatever names.
+    """
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
+    return next(((name, env[name]) for name in names if env.get(name, "lo") not in ("", "lo")), None)
+
+
 def _job(env: Mapping[str, str], row: Launcher, scheduler: Scheduler | None, *, one_node: bool) -> str:
     """What tells this job from others that may run at the same time."""
     name = env.get(row.job or "") or _starter(env, row, one_node=one_node)
     parts = [row.name, name, env.get("TORCHELASTIC_RESTART_COUNT", "")]
     if scheduler:
-        parts += [env[scheduler.job], env.get(scheduler.restart or "", "")]
+        parts += [scheduler.job_id(env), env.get(scheduler.restart or "", "")]
     return "-".join(filter(None, parts))
 
 
@@ -192,19 +198,6 @@ def _marked(env: Mapping[str, str]) -> bool:
     return env.get(HOROVODRUN_MARK) == "horovodrun" or os.path.basename(env.get("_", "")) == "horovodrun"
 
 
-def _scheduler_facts(env: Mapping[str, str], scheduler: Scheduler | None) -> dict[str, object]:
-    if scheduler is None:
-        return {"cores": os.cpu_count() or 1}
-    cores = env.get(scheduler.cores or "", "")
-    restart = env.get(scheduler.restart or "", "")
-    return {
-        "scheduler": scheduler.name,
-        "scheduler_job": env[scheduler.job],
-        "scheduler_restart": int(restart) if restart.isdecimal() else 0,
-        "cores": int(cores) if cores.isdecimal() else os.cpu_count() or 1,
-    }
-
-
 def _number(env: Mapping[str, str], name: str) -> int:
     try:
         return int(env.get(name, ""))
@@ -215,28 +208,9 @@ def _number(env: Mapping[str, str], name: str) -> int:
 def _local_world_size(env: Mapping[str, str], row: Launcher) -> int | None:
     if row.local_world_size:
         return _number(env, row.local_world_size)
-    counts = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "")) if row.name == "srun" else []
+    counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "")) if row.name == "srun" else []
     node = _number(env, row.node_rank) if row.node_rank else 0
     return counts[node] if 0 <= node < len(counts) else None
-
-
-def _tasks_per_node(text: str) -> list[int]:
-    """Expand Slurm's short form: `2(x3),1` is [2, 2, 2, 1]."""
-    if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
-        return []  # nothing, or not what Slurm writes: the rendezvous counts
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(number) for number, times in found for _ in range(int(times or 1))]
-
-
-def _step_hosts(env: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Hosts of the step, one a rank, when ranks lie on them in blocks; who is where is gathered later anyway."""
-    counts, nodes = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "")), env.get("SLURM_STEP_NODELIST", "")
-    in_blocks = env.get("SLURM_DISTRIBUTION", "block").startswith("block")
-    if not nodes or not in_blocks or sum(counts) != _number(env, "SLURM_STEP_NUM_TASKS"):
-        return None
-    from ClusterShell.NodeSet import NodeSet
-
-    return tuple(host for host, count in zip(NodeSet(nodes), counts, strict=False) for _ in range(count))
 
 
 def _torchrun_store(env: Mapping[str, str]) -> tuple[str, int, bool] | None:

@@ -19,7 +19,7 @@ from launchers import BIN, ROOT, command, environment, run
 from hvd_ddp.backends import auto
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job import launch as launch_module
-from hvd_ddp.job.launch import Launch, detect, export, is_speaker
+from hvd_ddp.job.launch import Launch, allocation, detect, export, is_speaker
 
 FOLDER = Path(__file__).parent.parent / "environments"
 FILES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -233,6 +233,78 @@ def test_restarts_and_cores() -> None:
     assert detect(one("salloc")).cores == os.cpu_count()
 
 
+# Inside an allocation without a launcher
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tasks", "seen"),
+    [("1", "2", " of 2 tasks: only this process trains; start with srun to use them"),
+     ("2", "2", " of 2 nodes: only this process trains; start with srun to use them"),
+     ("16", None, " of 16 nodes: only this process trains; start with srun to use them"),
+     ("1", "1", ""), ("1", None, ""), ("some", "²", "")],
+)  # fmt: skip
+def test_salloc_without_srun_says_what_lies_idle(nodes: str, tasks: str | None, seen: str) -> None:
+    launch = detect(one("salloc", SLURM_JOB_NUM_NODES=nodes, SLURM_NTASKS=tasks))
+    assert launch.seen == "no launcher, inside slurm job 12" + seen
+    assert launch.launcher == "single"
+
+
+def test_no_launcher_elsewhere() -> None:
+    assert detect(load("salloc")[0]).seen.endswith("of 2 tasks: only this process trains; start with srun to use them")
+    assert detect(load("sbatch-shell-1")[0]).seen == "no launcher, inside slurm job 9"
+    assert detect({}).seen == "no launcher"
+    assert detect({"PBS_JOBID": "1.server"}).seen == "no launcher, inside pbs job 1.server"
+    assert "no launcher" not in detect(one("sbatch-torchrun")).seen
+
+
+BATCH_SHELLS = [name for name in FILES if name.startswith("sbatch-shell")]
+
+
+@pytest.mark.parametrize("name", BATCH_SHELLS)
+def test_what_trains_nothing_may_run_in_a_batch_shell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--print-config` there learns the run directory and has bad options refused, before srun starts the ranks."""
+    (env,) = load(name)
+    launch = allocation(env)
+    assert (launch.scheduler, launch.scheduler_job) == ("slurm", env["SLURM_JOB_ID"])
+    assert (launch.launcher, launch.rank, launch.world_size) == ("single", 0, 1)
+    monkeypatch.setattr(os, "environ", env)
+    assert is_speaker()
+    assert allocation() == launch
+
+
+def test_the_allocation_is_the_same_seen_from_a_rank() -> None:
+    """So that a run directory learnt in the batch shell is that of the ranks."""
+    for name in ("srun", "sbatch-srun", "sbatch-torchrun", "pals", "jsrun", "flux", "horovodrun-gloo"):
+        for env in load(name):
+            seen, launch = allocation(env), detect(env)
+            for field in ("scheduler", "scheduler_job", "scheduler_restart", "ends_at", "cores"):
+                assert getattr(seen, field) == getattr(launch, field), (name, field)
+
+
+# Interfaces that the user names
+
+
+def test_interfaces() -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
+    assert detect(one("srun")).interfaces is None
+    for position, name in enumerate(names):
+        assert detect(one("srun", **dict.fromkeys(names[position:], "^lo,docker"))).interfaces == (name, "^lo,docker")
+    assert detect(one("srun", GLOO_SOCKET_IFNAME="", NCCL_SOCKET_IFNAME="=ib0")).interfaces == (names[1], "=ib0")
+    assert detect({"NCCL_SOCKET_IFNAME": "=ib0"}).interfaces == (names[1], "=ib0")
+    assert one("horovodrun-gloo")["HOROVOD_GLOO_IFACE"] == "lo", "else it tests nothing"
+    assert detect(one("horovodrun-gloo")).interfaces is None
+    assert detect(one("horovodrun-gloo", HOROVOD_GLOO_IFACE="eth0")).interfaces == (names[2], "eth0")
+
+
+def test_interfaces_that_a_backend_exports_are_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    for env in ({}, {"NCCL_SOCKET_IFNAME": "^docker"}):
+        monkeypatch.setattr(os, "environ", dict(env))
+        monkeypatch.setattr(launch_module, "_before", {})
+        first = detect().interfaces
+        export({"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"})
+        assert detect().interfaces == first == (("NCCL_SOCKET_IFNAME", "^docker") if env else None)
+
+
 # Slurm's task lists and node lists
 
 
@@ -255,14 +327,29 @@ def test_hosts_from_node_lists() -> None:
     assert hosts == ("gpu007", "gpu007", "gpu008", "gpu009", "gpu012", "login", "login")
     for size in ("6", "8", "9" * 30):  # not one host a rank: nobody knows which
         assert detect(one("srun", SLURM_STEP_NUM_TASKS=size, **changed)).hosts is None
+    changed["SLURM_STEP_NODELIST"] = "gpu[007-009],login"  # nor one count a node
+    assert detect(one("srun", SLURM_STEP_NUM_TASKS="7", **changed)).hosts is None
 
 
-@pytest.mark.parametrize("name", ["srun-cyclic", "srun-cyclic-block", "srun-plane"])
-def test_hosts_are_not_guessed_where_ranks_do_not_lie_in_blocks(name: str) -> None:
-    ranks = load(name)
-    truth = [env["SLURMD_NODENAME"] for env in ranks]
-    assert truth == ["node1", "node2", *truth[2:]], "else it tests nothing"
-    assert {detect(env).hosts for env in ranks} <= {None, tuple(truth)}
+def test_hosts_by_the_distribution_of_the_step() -> None:
+    for name, known in (("srun-cyclic", True), ("srun-cyclic-block", True), ("srun-plane", False)):
+        ranks = load(name)
+        truth = tuple(env["SLURMD_NODENAME"] for env in ranks)
+        assert truth[:2] == ("node1", "node2"), "else it tests nothing"
+        assert {detect(env).hosts for env in ranks} == {truth if known else None}, name
+
+
+@pytest.mark.parametrize(
+    ("distribution", "hosts"),
+    [("block", "aabbbc"), ("block:cyclic", "aabbbc"), ("block:block:fcyclic", "aabbbc"), ("block,Pack", "aabbbc"),
+     ("cyclic", "abcabb"), ("cyclic:cyclic", "abcabb"), ("cyclic:fcyclic:block", "abcabb"), (None, "aabbbc"),
+     ("plane", None), ("arbitrary", None), ("unknown", None), ("blocks", None), ("", None)],
+)  # fmt: skip
+def test_distributions(distribution: str | None, hosts: str | None) -> None:
+    """A full node is passed over; the words after the first one are of sockets and cores."""
+    step = {"SLURM_STEP_NODELIST": "a,b,c", "SLURM_STEP_TASKS_PER_NODE": "2,3,1", "SLURM_STEP_NUM_TASKS": "6"}
+    env = one("srun", SLURM_DISTRIBUTION=distribution, SLURM_NTASKS="6", **step)
+    assert detect(env).hosts == (tuple(hosts) if hosts else None)
 
 
 @pytest.mark.parametrize("name", ["srun-2-1", "srun-step-1", "srun-cyclic", "srun-plane"])
