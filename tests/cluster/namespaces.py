@@ -6,15 +6,16 @@ So one kill, or the end of the program that opened it, leaves no process, interf
 
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from subprocess import PIPE
+from subprocess import DEVNULL, PIPE
 
 import psutil
 
 ROOM = ["--net", "--pid", "--fork", "--kill-child"]
 HOST = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
-# Orphans go to the first process; the kernel buries them at once for one that ignores SIGCHLD.
+ALL = ("mount", "net", "uts", "ipc", "pid")
+# A process without a parent goes to the first process; the kernel buries it at once if that one ignores SIGCHLD.
 HOLD = "exec env --ignore-signal=CHLD"
 
 
@@ -26,7 +27,6 @@ class Process:
     inside: int
     name: str
     command: str
-    state: str
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,13 @@ class Space:
     """Namespaces whose first process is `pid`."""
 
     pid: int
-    kinds: tuple[str, ...] = ("mount", "net", "uts", "ipc", "pid")
+    kinds: tuple[str, ...] = ALL
+    parent: "subprocess.Popen[bytes] | None" = field(default=None, compare=False, repr=False)
 
     def command(self, program: list[str], cwd: Path | str | None = None) -> list[str]:
         """The command line that runs `program` in here."""
         enter = ["nsenter", "--target", str(self.pid), *(f"--{kind}" for kind in self.kinds)]
         return [*enter, *([f"--wdns={cwd}"] if cwd else []), "--", *program]
-
-    def alive(self) -> bool:
-        return psutil.pid_exists(self.pid)
 
     def processes(self) -> list[Process]:
         """What runs in here but for the first process, zombies left out."""
@@ -56,40 +54,36 @@ class Space:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue  # it ended meanwhile
-            state = status["State"][0]
-            if state not in "ZX":
-                inside = int(status["NSpid"].split()[-1])
-                found.append(Process(pid, inside, status["Name"], command.strip(), state))
+            if status["State"][0] not in "ZX":
+                found.append(Process(pid, int(status["NSpid"].split()[-1]), status["Name"], command.strip()))
         return found
 
 
 def open_room(keep: bool, lock: int) -> Space:
     """A room that ends with this program, or one that stays (`keep`); it holds the lock file's descriptor."""
-    hold = f"{HOLD} sleep infinity" if keep else f"{HOLD} cat >/dev/null"
-    return _open(["unshare", *ROOM], hold, ("net", "pid"), stdin=subprocess.DEVNULL if keep else PIPE, lock=lock)
+    hold = f"echo ready; {HOLD} {'sleep infinity' if keep else 'cat'}"
+    return _open(["unshare", *ROOM, "sh", "-c", hold], ("net", "pid"), DEVNULL if keep else PIPE, (lock,))
 
 
-def open_host(room: Space, setup: str) -> Space:
-    """A host in that room, whose first process begins with `setup` (shell)."""
-    return _open(room.command(["unshare", *HOST]), f"{setup}\n{HOLD} sleep infinity", Space(0).kinds)
+def open_host(room: Space, setup: Path) -> Space:
+    """A host in that room, whose first process begins with the shell script `setup`."""
+    setup.write_text(f"set -e\n{setup.read_text()}\necho ready\n{HOLD} sleep infinity\n")
+    return _open(room.command(["unshare", *HOST, "sh", str(setup)]), ALL, DEVNULL, ())
 
 
-def _open(
-    unshare: list[str], script: str, kinds: tuple[str, ...], *, stdin: int = subprocess.DEVNULL, lock: int | None = None
-) -> Space:
-    setup, _, hold = script.rpartition("\n")
+def _open(command: list[str], kinds: tuple[str, ...], stdin: int, descriptors: tuple[int, ...]) -> Space:
+    # unshare grumbles on stderr when its child is killed.
     parent = subprocess.Popen(
-        [*unshare, "sh", "-ec", f"{setup}\necho ready\n{hold}"],
-        stdin=stdin,
-        stdout=PIPE,
-        start_new_session=True,
-        pass_fds=() if lock is None else (lock,),
+        command, stdin=stdin, stdout=PIPE, stderr=DEVNULL, start_new_session=True, pass_fds=descriptors
     )
     assert parent.stdout
     with parent.stdout:
         if parent.stdout.readline() != b"ready\n":
-            raise RuntimeError(f"no namespaces: the first process ended with {parent.wait()}. Is this root?")
+            raise RuntimeError(
+                f"{command} ended with {parent.wait()}. Without new namespaces there is no cluster. "
+                "Be root, in a container that may mount."
+            )
     first = psutil.Process(parent.pid)
     while children := first.children():
         (first,) = children
-    return Space(first.pid, kinds)
+    return Space(first.pid, kinds, parent)
