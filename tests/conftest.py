@@ -1,11 +1,12 @@
-"""The command line in this process, for tests that need no ranks."""
+"""The command line in this process, for tests that need no ranks, and a cluster, for those that need hosts."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster.slurm import Cluster
 from launchers import Result
 
 from hvd_ddp.main import main
@@ -38,3 +39,14 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_
         return Result(int(code), *capfd.readouterr())
 
     return start
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A Slurm cluster of the test's own, three nodes with 4 CPUs each, up in a second; see tests/cluster/README.md.
+
+    Its commands and jobs run in `tmp_path`, which all hosts share.
+    """
+    with Cluster.start(3, shared=[tmp_path_factory.getbasetemp()]) as cluster:
+        cluster.folder = tmp_path
+        yield cluster

@@ -13,7 +13,7 @@ from . import settings
 from .namespaces import Process, Space
 from .programs import Program
 
-DAEMONS = {"munged", "slurmctld", "slurmd", "slurmstepd", "sshd"}
+DAEMONS = {"munged", "slurmctld", "slurmscriptd", "slurmd", "slurmstepd", "sshd"}
 INTERFACE = "eth0"
 
 

@@ -56,7 +56,7 @@ def slurm_conf(directory: Path, addresses: dict[str, str], cpus: int, changes: d
 
 def write(directory: Path, addresses: dict[str, str]) -> None:
     """Folders, keys and what every host has in common, but for slurm.conf."""
-    for name in ("munge", "slurm", "ssh"):
+    for name in ("munge", "slurm", "ssh", "work"):
         (directory / name).mkdir()
     hosts = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in addresses.items())
     (directory / "empty").touch()

@@ -30,7 +30,7 @@ class Cluster:
         self.hosts = hosts
         self.head = hosts["head"]
         self.nodes = [host for host in hosts.values() if host is not self.head]
-        self.folder = ROOT
+        self.folder = directory / "work"
         self.options = options
         self._room = room
 
