@@ -13,6 +13,7 @@ TransportName = Literal["auto", "nccl", "gloo", "mpi"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 OptimizerName = Literal["sgd", "adam", "adamw"]
 ScheduleName = Literal["constant", "cosine", "step"]
+SignalName = Literal["USR1", "USR2", "HUP", "ALRM", "URG", "CONT"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 
 
@@ -107,7 +108,11 @@ class TrainConfig:
     start_timeout: float = free(300.0)
     """Seconds to wait for all ranks at the start."""
     timeout: float = free(300.0)
-    """Seconds of silence after which a peer counts as dead."""
+    """Seconds of silence, or of standing still, after which a rank counts as dead and the job ends."""
+    signal: SignalName = free("USR2")
+    """Signal with which the scheduler warns: save, then exit with 75. TERM does the same."""
+    stop_before: float | None = free(None)
+    """Save and exit with 75 this many minutes before the allocation ends, as the scheduler tells."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that can't work, whatever the data, the launcher or the machine."""
@@ -119,6 +124,8 @@ class TrainConfig:
         for name in ("lr", "start_timeout", "timeout"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{_flag(name)} is `{getattr(self, name)}`. Give a number above 0.")
+        if self.stop_before is not None and not 0 <= self.stop_before < math.inf:
+            raise ValueError(f"--stop-before is `{self.stop_before}`. Give a number of minutes from 0 up.")
         for name in ("momentum", "weight_decay", "warmup_steps", "decay_factor"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{_flag(name)} is `{getattr(self, name)}`. Give 0 or more.")

@@ -18,12 +18,19 @@ def evaluate(
 ) -> dict[str, float]:
     """Means over the set of what the task sums, and `num_samples`; the same on every rank.
 
-    `model` is the bare one: a wrapped one would wait in its forward for ranks that have no batch.
+    Empty, on every rank, when some rank has cut it short for an order to stop. `model` is the bare one: a wrapped one
+    would wait in its forward for ranks that have no batch.
     """
     launch, sums, names = backend.launch, Sums(backend.device), set[str]()
+    pulse, stop = backend.meeting.pulse, backend.meeting.stop
+    sums.add("cut_short", 0)
     was_training = model.training
     model.eval()
     for batch in loader.evaluation_batches(rank=launch.rank, world_size=launch.world_size):
+        if stop.pending:
+            sums.add("cut_short", 1)
+            break
+        pulse.at("evaluating")
         with precision.autocast():
             totals = task.evaluate(model, batch)
         for name, total in totals.items():
@@ -31,7 +38,10 @@ def evaluate(
         sums.add("num_samples", batch.num_samples)
         names.update(totals)
     model.train(was_training)
+    pulse.at("meeting the others")
     known = backend.all_gather_object(sorted(names))  # a rank without samples does not know the names
-    everywhere = sums.reduce(backend, [*sorted({name for own in known for name in own}), "num_samples"])
+    everywhere = sums.reduce(backend, [*sorted({name for own in known for name in own}), "num_samples", "cut_short"])
+    if everywhere.pop("cut_short"):
+        return {}
     num_samples = int(everywhere.pop("num_samples"))
     return {**{name: total / num_samples for name, total in everywhere.items()}, "num_samples": num_samples}

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import shlex
+import sys
 import time
-import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,6 @@ class Run:
         self.directory = Path(self.start.directory)
         self.console: Console = console(is_main=backend.is_main, behind_mpi=backend.launch.mpi is not None)
         self.metrics = Metrics(self.directory / "metrics.jsonl" if backend.is_main else None)
-        self.step = 0  # the last one that was reported
         self._handler: logging.Handler | None = None
         self._began = time.monotonic()
 
@@ -53,31 +55,38 @@ class Run:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Leave the terminal as it was; after an exception also a record of it."""
+        """Leave the terminal as it was; after an exception also a line in this rank's log."""
         self.console.close()
         if error is not None and self._handler is not None:  # not into a directory that is not ours
             with contextlib.suppress(OSError):  # the first error counts
-                self._record(error)
+                log.error("failed", exc_info=error)
 
-    def _record(self, error: BaseException) -> None:
-        launch = self.backend.launch
-        log.error("failed", exc_info=error)
-        record = {
-            "rank": launch.rank,
-            "host": (launch.hosts or ("",))[launch.rank],
-            "step": self.step,
-            "exception": f"{type(error).__name__}: {error}",
-            "traceback": "".join(traceback.format_exception(error)),
-            "time": time.time(),
-        }
+    def _write_failure(self, record: dict[str, Any]) -> bool:
+        """Leave a record of the failure that ends the job; False if there is one of this start."""
         folder = self.directory / "failures" / str(self.start.restart)
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(record, indent=1) + "\n"
-        checkpoint.replace_file(folder / f"rank_{launch.rank:04d}.json", text.encode())
+        mine = folder / f".{self.backend.launch.rank}"
+        try:
+            mine.write_text(json.dumps(record, indent=1) + "\n")
+            os.link(mine, folder / ".first")  # there whole, or not at all; also on NFS
+            os.rename(mine, folder / f"rank_{record['rank']:04d}.json")
+        except FileExistsError:
+            return False
+        finally:
+            mine.unlink(missing_ok=True)
+        if not self.backend.is_main:  # it is rank 0 that can't
+            self._write_summary("failed", {"steps": record["step"]})
+        return True
+
+    def _write_stacks(self, dump: Callable[..., None]) -> None:
+        """What every thread of this rank is doing: the others of a rank that stands still may tell why."""
+        folder = self.directory / "failures" / str(self.start.restart)
+        with open(folder / f"rank_{self.backend.launch.rank:04d}.stacks", "w") as file:
+            dump(file=file, all_threads=True)
 
     def _give_up(self) -> None:
         """Leave the directory as that of a failed run."""
-        self._write_summary("failed", {"steps": self.step})
+        self._write_summary("failed", {"steps": self.backend.meeting.pulse.step})
         self._lock.release()
 
     def already_finished(self) -> None:
@@ -87,8 +96,10 @@ class Run:
     def open(self) -> None:
         """Take the directory, write what the run starts with, and say what was seen and chosen."""
         self.backend.on_main(self._open)
+        meeting = self.backend.meeting
+        meeting.write_record, meeting.write_stacks = self._write_failure, self._write_stacks
         if self.backend.is_main:
-            self.backend.meeting.farewells.append(self._give_up)
+            meeting.farewells.append(self._give_up)
         for line in banner(self.config, self.backend, self.directory):
             self.console.line(line)
         folder = self.directory / "logs" / str(self.start.restart)
@@ -126,8 +137,12 @@ class Run:
             path = checkpoint.save(self.directory / "checkpoints", step, state, keep=self.config.keep)
             self.metrics.write("save", step=step, file=path.name)
 
-    def close(self, status: str, results: dict[str, Any]) -> None:
-        """Write the summary and give the directory back."""
+    def holds(self, path: str) -> bool:
+        """Whether that checkpoint is one of this run."""
+        return Path(path).parent == self.directory / "checkpoints"
+
+    def close(self, status: str, results: dict[str, Any]) -> dict[str, Any]:
+        """Write the summary and give the directory back; returns what the summary says of the training."""
         seconds = time.monotonic() - self._began
         self.metrics.write("end", status=status, seconds=seconds, **results)
         if self.backend.is_main:
@@ -136,14 +151,17 @@ class Run:
             self._lock.release()
             self.console.line(
                 f"{status}: {results['steps']} steps in {seconds:.1f} s, "
-                f"{results['samples_per_second']:.0f} samples/s, {figures(results)}; {self.directory}"
+                + ", ".join(filter(None, [f"{results['samples_per_second']:.0f} samples/s", figures(results)]))
+                + f"; {self.directory}"
             )
+            if status == "preempted":
+                self.console.line(f"to go on: {_command(self.directory)}")
         if self._handler is not None:
             stop_logging(self._handler)
+        return {"status": status, **results}
 
     def trained(self, *, step: int, **row: Any) -> None:
         """Report an interval of training steps."""
-        self.step = step
         self.metrics.write("train", step=step, **row)
         text = "epoch {epoch}  loss {loss:.4f}  lr {lr:.2e}  {samples_per_second:.0f} samples/s".format(**row)
         self.console.progress(step, self.total_steps, text)
@@ -165,6 +183,14 @@ class Run:
         log.info(text)
         self.metrics.write("resume", step=step, epoch=epoch, file=self.start.checkpoint)
 
+    def stopping(self, *, step: int) -> None:
+        """Report that all ranks stop here."""
+        order = self.backend.meeting.stop.order
+        text = f"told to stop ({order.why if order else 'by another rank'}): all ranks stop after step {step}"
+        self.console.line(text)
+        log.info(text)
+        self.metrics.write("preempt", step=step, why=order.why if order else None)
+
     def _facts(self) -> dict[str, Any]:
         backend, launch = self.backend, self.backend.launch
         return {
@@ -179,6 +205,13 @@ class Run:
         job = self.backend.launch.scheduler_job
         summary = {"status": status, "restart": self.start.restart, "job": job, **self._facts(), **results}
         checkpoint.replace_file(self.directory / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+
+
+def _command(directory: Path) -> str:
+    """What was typed, so that it goes on in this directory; under which launcher is the user's own choice."""
+    arguments = sys.argv[1:]
+    named = any(argument.split("=")[0] in ("--run-dir", "--run_dir") for argument in arguments)
+    return shlex.join(["python", "-m", "hvd_ddp", *arguments, *([] if named else ["--run-dir", str(directory)])])
 
 
 def figures(results: dict[str, float]) -> str:

@@ -48,6 +48,7 @@ class Trainer:
     ) -> None:
         check(config, data, backend.launch.world_size)
         self.config, self.data, self.backend = config, data, backend
+        self.pulse, self.stop = backend.meeting.pulse, backend.meeting.stop
         self.task = task or Classification(config.label_smoothing)
         self.precision = Precision(config.precision, backend.device)
         self.model = model.to(backend.device, self.precision.dtype)
@@ -67,62 +68,77 @@ class Trainer:
         self._norms = [module for module in self.model.modules() if isinstance(module, _NormBase)]
         self._sums = Sums(backend.device)
         self._grad_norm: Tensor | None = None
-        self._averaged_at = -1
+        self._averaged_at = self._saved_at = self._evaluated_at = -1  # steps
         self._data_wait = 0.0  # seconds since the last log
+        self._cut_short = False  # the evaluation, by an order to stop
 
     def fit(self) -> dict[str, Any]:
-        """Train to the end from wherever the run directory is; returns the summary's figures."""
+        """Train to the end, or to an early stop, from wherever the run directory is; returns the summary.
+
+        Its "status" is "finished" or "preempted".
+        """
         num_samples = len(self.data.train)
         with Run(self.config, self.backend, total_steps=self.total_steps, num_samples=num_samples) as run:
             if run.start.finished:
                 run.already_finished()
-                return {}
+                return {"status": "finished"}
             if run.start.checkpoint is not None:
                 self._resume(run, run.start.checkpoint)  # before anything is written: it may not fit
             run.open()
             if run.start.checkpoint is not None:
                 run.resumed(step=self.step, epoch=self.step // self.steps_per_epoch)
-            return self._fit(run)
+            with self.stop.instead_of_dying():
+                return self._fit(run)
 
     def _fit(self, run: Run) -> dict[str, Any]:
         self._interval = time.perf_counter()
         began, first, results = self._interval, self.step, {}
+        if self.step == self.total_steps or (self.step != self._evaluated_at and self._evaluation_due()):
+            results = self._evaluate(run)  # a stop or a kill came before it
         for micros, window in self._batches():
             self.train_step(micros, window)
             if self.step % self.config.log_every == 0 or self.step == self.total_steps:
                 self._log(run)
-            if self._due(self.config.eval_every * self.steps_per_epoch):
+            if self._evaluation_due():
                 results = self._evaluate(run)
             if self._due(self.config.save_every or self.steps_per_epoch):
                 self._save(run)
-        if not results:  # the last step was done before this start
-            results = self._evaluate(run)
+        status = "finished" if self.step == self._evaluated_at == self.total_steps else "preempted"
+        if status == "preempted":
+            run.stopping(step=self.step)
+        self._save(run)
         speed = (self._samples(self.step) - self._samples(first)) / (time.perf_counter() - began)
         results |= {"steps": self.step, "epochs": self.step / self.steps_per_epoch, "samples_per_second": speed}
+        self.pulse.at("meeting the others")
         self.backend.barrier()
-        run.close("finished", results)
-        return results
+        return run.close(status, results)
 
     def train_step(self, micros: list[Batch], window: int) -> None:
         """One optimizer step: this rank's micro-batches of a global batch of `window` samples over all ranks."""
         backend, world_size = self.backend, self.backend.launch.world_size
+        pulse = self.pulse
         torch.manual_seed(_seed(self.config.seed, self.step, backend.launch.rank))  # dropout: no state to restore
         rate = learning_rate(self.config, self.updates, total=self.total_steps, steps_per_epoch=self.steps_per_epoch)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         for number, micro in enumerate(micros, 1):
+            pulse.at("forward")
             with backend.no_sync(self.wrapped) if number < len(micros) else nullcontext():
                 losses = self._losses(micro)
+                pulse.at("backward")
                 # Backends average over ranks: times world_size it is the gradient of the mean over the window.
                 self.precision.backward(losses.sum() * (world_size / window))
             self._sums.add("loss", losses.detach().sum())
             self._sums.add("num_samples", micro.num_samples)
+        pulse.at("averaging gradients")
         with backend.synchronize(self.optimizer):
+            pulse.at("updating parameters")
             self.precision.unscale(self.optimizer)
             self._grad_norm = self._clip()
             self.updates += self.precision.step(self.optimizer)
         self.optimizer.zero_grad()
         self.step += 1
+        pulse.step = self.step
 
     def _losses(self, batch: Batch) -> Tensor:
         """One loss a sample; zeros for a stand-in, whose forward only makes this rank take part."""
@@ -147,7 +163,10 @@ class Trainer:
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
 
     def evaluate(self) -> dict[str, float]:
-        """Means over the evaluation set, each sample counted once over all ranks, and `num_samples`."""
+        """Means over the evaluation set, each sample counted once over all ranks, and `num_samples`.
+
+        Empty when the job is told to stop meanwhile.
+        """
         self._average_buffers()
         return evaluate(self.model, self._loaders[1], task=self.task, precision=self.precision, backend=self.backend)
 
@@ -157,7 +176,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
-            "progress": {"step": self.step, "updates": self.updates},
+            "progress": {"step": self.step, "updates": self.updates, "evaluated_at": self._evaluated_at},
             "total_steps": self.total_steps,
             "config": self.config.to_dict(),
             "data": {"name": self.data.name, "num_samples": len(self.data.train), "num_classes": self.data.num_classes},
@@ -168,7 +187,9 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.scaler.load_state_dict(state["scaler"])
-        self.step, self.updates = state["progress"]["step"], state["progress"]["updates"]
+        progress = state["progress"]
+        self.step, self.updates = progress["step"], progress["updates"]
+        self._evaluated_at = progress.get("evaluated_at", -1)
 
     def _batches(self) -> Iterator[tuple[list[Batch], int]]:
         """From the present step to the last: this rank's micro-batches, and the samples that all ranks use."""
@@ -180,6 +201,9 @@ class Trainer:
                 rank=launch.rank, world_size=launch.world_size, seed=config.seed, epoch=epoch, start=start,
             )  # fmt: skip
             for indices, window in sampler:
+                if self.stop.after(self.step, known=self._cut_short):
+                    return
+                self.pulse.at("loading data")
                 began = time.perf_counter()
                 micros = self._loaders[0].micro_batches(indices, config.accumulate)
                 self._data_wait += time.perf_counter() - began
@@ -195,8 +219,12 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.total_steps
 
+    def _evaluation_due(self) -> bool:
+        return self.step > 0 and self._due(self.config.eval_every * self.steps_per_epoch)
+
     def _average_buffers(self) -> None:
         if self._averaged_at != self.step:
+            self.pulse.at("meeting the others")
             average_buffers(self.backend, self.model)
             self._averaged_at = self.step
 
@@ -208,13 +236,19 @@ class Trainer:
                 f"Checkpoint `{origin}` does not fit --model {self.config.model} any more: "
                 f"{' '.join(str(error).split())[:300]}. Use the code that wrote it, or another --run-dir."
             ) from error
-        self._averaged_at = self.step
+        self._averaged_at = self.pulse.step = self.step
+        if run.holds(origin):
+            self._saved_at = self.step
 
     def _save(self, run: Run) -> None:
-        self._average_buffers()
-        run.save(self.step, self.state_dict())
+        if self._saved_at != self.step:
+            self._average_buffers()
+            with self.pulse.long_work("saving"):
+                run.save(self.step, self.state_dict())
+            self._saved_at = self.step
 
     def _log(self, run: Run) -> None:
+        self.pulse.at("logging")
         sums = self._sums.reduce(self.backend, ["loss", "num_samples"])
         now = time.perf_counter()
         run.trained(
@@ -230,6 +264,10 @@ class Trainer:
 
     def _evaluate(self, run: Run) -> dict[str, Any]:
         results = self.evaluate()
+        self._cut_short = not results
+        if self._cut_short:
+            return {}
+        self._evaluated_at = self.step
         run.evaluated(step=self.step, epoch=(self.step - 1) // self.steps_per_epoch, results=results)
         return {name: value for name, value in results.items() if name != "num_samples"}
 

@@ -1,5 +1,10 @@
 """Models for --model factories:NAME, each with one fault."""
 
+import os
+import signal
+import subprocess
+import time
+
 import torch
 from torch import nn
 
@@ -53,3 +58,48 @@ class UnusedOnAll(Small):
     def __init__(self, num_classes: int) -> None:
         super().__init__(num_classes)
         self.extra = nn.Linear(64, num_classes)
+
+
+class Faulty(Small):
+    """At its fifth forward rank R does what FAULT=what@R says; an odd last batch or an evaluation comes later."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        what, _, rank = os.environ["FAULT"].partition("@")
+        if self.forwards == 4:
+            mine = detect().rank == int(rank)
+            if what == "skip":
+                if not mine:
+                    all_reduce(torch.ones(1))
+            elif mine:
+                getattr(self, what)()
+        return super().forward(x)
+
+    def throw(self) -> None:
+        raise RuntimeError("the sensor is on fire")
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def halt(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def pause(self) -> None:
+        """Stopped for less than the timeout."""
+        subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+        self.halt()
+
+    def hang(self) -> None:
+        while True:
+            time.sleep(60)
+
+
+def all_reduce(tensor: torch.Tensor) -> None:
+    """As a user's own model would."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    else:
+        import horovod.torch as hvd
+
+        hvd.allreduce(tensor, name="mine")

@@ -34,6 +34,7 @@ class Backend(ABC):
         self.transport, self.device, self.timeout = transport, device, timeout
         self.is_main = meeting.launch.rank == 0
         self.why = "asked for"  # for the banner: why this backend
+        meeting.lost_a_peer = self.lost_a_peer
 
     @classmethod
     @abstractmethod
@@ -47,6 +48,10 @@ class Backend(ABC):
     @abstractmethod
     def teardown(self) -> None:
         """Leave the job, together with all other ranks."""
+
+    def lost_a_peer(self, error: BaseException) -> bool:
+        """Whether the end of another rank may be what raised this error here."""
+        return False
 
     def __enter__(self) -> Backend:
         self.setup()

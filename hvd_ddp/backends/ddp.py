@@ -57,6 +57,10 @@ class DDPBackend(Backend):
             timeout=timedelta(seconds=self.timeout),
         )
 
+    def lost_a_peer(self, error: BaseException) -> bool:
+        # Of Gloo plain RuntimeErrors come through, with its source file in their text.
+        return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+
     def teardown(self) -> None:
         for wrapped in self._wrapped:
             # The caller's reference must not keep the group alive: see the import above.

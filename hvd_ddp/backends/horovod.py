@@ -97,6 +97,9 @@ class HorovodBackend(Backend):
             "HOROVOD_CPU_OPERATIONS": "gloo",
         })  # fmt: skip
 
+    def lost_a_peer(self, error: BaseException) -> bool:
+        return type(error).__name__ == "HorovodInternalError"
+
     def teardown(self) -> None:
         self._hvd.shutdown()
 

@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> int:
         start_timeout=options.start_timeout,
         timeout=options.timeout,
     )
-    with ends_together(backend.meeting), backend:
+    with ends_together(backend.meeting, timeout=options.timeout), backend:
         results = _evaluate(options, backend)
         if backend.is_main:
             print(json.dumps(results) if options.json else _text(options, results), flush=True)

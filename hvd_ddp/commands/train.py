@@ -6,17 +6,27 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import os
+import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 import yaml
 
 from hvd_ddp.config import TrainConfig
 from hvd_ddp.errors import FINISHED, HvdDDPError
-from hvd_ddp.job.launch import detect
+from hvd_ddp.job.launch import detect, is_speaker
+from hvd_ddp.job.scheduler import end_of_allocation
 from hvd_ddp.job.spawn import spawn, wants_ranks
+from hvd_ddp.job.stop import Signals
+
+if TYPE_CHECKING:
+    from hvd_ddp.backends.base import Backend
+
+NO_TIMEOUT = 7 * 86400.0  # seconds: of collectives; the health of the job knows better who keeps whom waiting
 
 DESCRIPTION = """Train a model on one rank or thousands, under DDP or Horovod.
 
@@ -35,15 +45,14 @@ class Options(TrainConfig):
 
 def run(arguments: list[str]) -> int:
     """`python -m hvd_ddp train`."""
-    launch = detect()
-    options = parse(arguments, show_errors=launch.rank == 0)
+    options = parse(arguments, show_errors=is_speaker())
     names = [field.name for field in dataclasses.fields(TrainConfig)]
     config = TrainConfig(**{name: getattr(options, name) for name in names})
     if options.print_config:
-        if launch.rank == 0:
+        if is_speaker():
             print(yaml.safe_dump(config.to_dict(), sort_keys=False), end="")
         return FINISHED
-    if wants_ranks(config.nproc, launch):
+    if wants_ranks(config.nproc, detect()):
         return spawn(config.nproc or 1, ["train", *arguments])
     return _train(config)
 
@@ -107,6 +116,9 @@ def _as_argument(name: str, value: Any) -> str:
 
 
 def _train(config: TrainConfig) -> int:
+    signals = Signals()  # before torch is imported: the warning must not kill a job that is still starting
+    warning = getattr(signal, f"SIG{config.signal}")
+    signals.catch(warning)
     from hvd_ddp.backends import connect
     from hvd_ddp.job.health import ends_together
 
@@ -117,14 +129,35 @@ def _train(config: TrainConfig) -> int:
         threads=config.threads,
         directory=config.run_dir or Path("runs"),
         start_timeout=config.start_timeout,
-        timeout=config.timeout,
+        timeout=NO_TIMEOUT,
     )
-    with ends_together(backend.meeting), backend:
+    stop = backend.meeting.stop
+    stop.signals, stop.warning = signals, warning
+    with ends_together(backend.meeting, timeout=config.timeout), backend:
         from hvd_ddp.assemble import load_data, load_model
         from hvd_ddp.optim import build
         from hvd_ddp.trainer import Trainer
 
-        data = load_data(config.data, config.data_dir, backend)
-        model = load_model(config, data, backend)
-        Trainer(config, model, build(config, model.parameters()), data, backend).fit()
-    return FINISHED
+        if config.stop_before is not None:
+            _stop_before(config.stop_before, backend)
+        with backend.meeting.pulse.long_work("loading data"):
+            data = load_data(config.data, config.data_dir, backend)
+        with backend.meeting.pulse.long_work("building the model"):
+            model = load_model(config, data, backend)
+        results = Trainer(config, model, build(config, model.parameters()), data, backend).fit()
+    if results["status"] == "finished" or stop.order is None:
+        return FINISHED
+    sys.stdout.flush()
+    os._exit(stop.order.exit_code)  # all at once: mpirun kills the others 0.5 s after the first
+
+
+def _stop_before(minutes: float, backend: Backend) -> None:
+    """Let rank 0 watch the clock."""
+    launch = backend.launch
+
+    def ask(known: float | None) -> float:
+        return end_of_allocation(launch.scheduler, launch.scheduler_job, known)
+
+    ends_at = backend.on_main(lambda: ask(launch.ends_at))  # refused by all where it can't be known
+    if backend.is_main:
+        backend.meeting.stop.before_the_end(minutes, ends_at, ask)

@@ -1,140 +1,202 @@
-"""Who failed first: the job ends with that rank's error and exit code, and only that one is printed."""
+"""Who is alive: the job ends with the first failing rank's error and exit code, and only that one is printed.
+
+Every rank beats over the line (job/line.py), rank 0 judges (job/judge.py). Who loses rank 0 judges it alike: no rank
+waits for one that is dead, stopped, cut off or stuck, in a collective or elsewhere.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import faulthandler
 import os
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any, NoReturn
 
-from hvd_ddp.errors import FAILED, INTERRUPTED, HvdDDPError
-from hvd_ddp.job.network import store_client
+import psutil
+
+from hvd_ddp.errors import FAILED
+from hvd_ddp.job.failure import GONE, Record, interrupted, record, record_of, say, silent
+from hvd_ddp.job.judge import GRACE, PARTING, Judge
+from hvd_ddp.job.line import Line
+from hvd_ddp.job.pulse import Place
 from hvd_ddp.job.rendezvous import Meeting
+from hvd_ddp.job.stop import Agreement, Order
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-LOOK = 0.5  # seconds between two looks at the store
-GRACE = 5.0  # seconds that ranks wait for each other to learn of the first failure
-GONE = 10.0  # seconds without the store's host, in a process that has not come to its end
+NO_ANSWER = 20.0  # seconds after which a failing rank that rank 0 does not answer speaks for itself
+CLOCK_STEP = 5.0  # seconds by which a process's start may seem to move when the clock is set
+WRITING = 3.0  # seconds that leaving may take for files: the file system may be what is broken
 
 
 @contextlib.contextmanager
-def ends_together(meeting: Meeting) -> Iterator[None]:
-    """Let an exception of any rank end all processes at once, hard: no clean-up may wait for ranks that are dead.
+def ends_together(meeting: Meeting, *, timeout: float) -> Iterator[None]:
+    """Let a failure of any rank end all processes at once, hard: no clean-up may wait for ranks that are dead.
 
-    The first failing rank puts its record into the store and prints it. A thread of the others looks for it, so that a
-    rank that waits in a collective or in user code ends too; what they raise after it (a connection closed by the
-    peer) is no news and is not printed.
+    Without one, all leave the context together. `timeout` is in seconds.
     """
-    done = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(meeting, done), name="health", daemon=True)
-    if meeting.launch.world_size > 1:
-        watcher.start()
+    health = _Health(meeting, timeout=timeout)
     try:
         yield
-        done.set()
-        if meeting.launch.world_size > 1:
-            watcher.join(GRACE)
-            _wait_for_all(meeting, meeting.store, "end/count", GONE)
-    except SystemExit:
-        raise
+        health.meet_at_the_end()
     except BaseException as error:
-        done.set()
-        record = _record(meeting, error)
-        first = _first(meeting, record)
-        if first is None or first["rank"] == record["rank"]:
-            _print(record, several=meeting.launch.world_size > 1)
-        _leave(meeting, meeting.store, int((first or record)["exit_code"]))
-    finally:
-        done.set()
+        health.fail(error)
 
 
-def _watch(meeting: Meeting, done: threading.Event) -> None:
-    """End this process when another rank has failed. Its client is its own: a call that waits holds up all others."""
-    try:
-        store = store_client(*meeting.store_address)
-        while not done.wait(LOOK):
-            if store.check(["failure/first"]):
-                first = json.loads(store.get("failure/first"))
-                if first["rank"] != meeting.launch.rank and not done.is_set():
-                    _leave(meeting, store, int(first["exit_code"]))
-                return
-    except RuntimeError as error:  # the process that hosts the store has gone: at the end of the job, or too early
-        if not done.wait(GONE):
-            host = (meeting.launch.hosts or ("its host",))[0]
-            sys.stderr.write(f"hvd_ddp: rank 0 on {host} is gone, rank {meeting.launch.rank} leaves ({error})\n")
-            _say_farewell(meeting)
+class _Health:
+    def __init__(self, meeting: Meeting, *, timeout: float) -> None:
+        self.meeting, self.launch, self.timeout = meeting, meeting.launch, timeout
+        # A failure is told with the place of the last beat; rank 0 has at most 250 of them to read in a second, and
+        # with many ranks 1,000.
+        self._beat = min(5.0, timeout / 10, max(0.1, self.launch.world_size / 250))
+        self._ticked = time.monotonic()
+        self._ended = threading.Event()
+        self._verdict: Record | None = None
+        self._rank_0 = Place()  # where it was when last heard of
+        self.line = Line(self.launch.rank, meeting.connections)
+        self.line.on |= {
+            "beat": self._hear,
+            "verdict": lambda _, verdict: self._end(verdict),
+            "go": lambda *_: self._go(),
+            "stop": lambda _, order: self.line.tell_main("aware", meeting.stop.ordered(Order(**order))),
+            "stop after": lambda _, step: meeting.stop.decided(step),
+        }
+        self.line.on_beat, self.line.on_lost = self._tick, self._lost
+        self.judge: Judge | None = None
+        if self.launch.rank == 0:
+            self.judge = Judge(self.launch, self.line, timeout=timeout, here=meeting.pulse.place, speak=self._speak)
+            Agreement(self.line, self.launch.world_size)
+        meeting.stop.request = lambda order: self.line.tell_main("please stop", asdict(order))
+        self.line.start(beat=self._beat)
+        if meeting.stop.signals is not None:
+            self.line.listen_to(meeting.stop.signals.descriptor, self._signalled)
+
+    def meet_at_the_end(self) -> None:
+        """Wait for every rank: one that leaves early would look dead, and mpirun kills the others after it."""
+        self.meeting.pulse.at("meeting the others")
+        self.line.tell_main("here")
+        self._ended.wait()
+        self.line.close()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Tell rank 0, whose verdict ends this process; without one, speak for itself."""
+        place, consequence = self.meeting.pulse.place(), self.meeting.lost_a_peer(error)
+        known = record_of(self.launch, place, error, consequence=consequence)
+        self.line.tell_main("failure", known)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait(NO_ANSWER)
+        self._speak(known)
+        os._exit(known["exit_code"])
+
+    # From here on: on the line's thread.
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        stood, self._ticked = now - self._ticked - self._beat, now
+        if stood > self.timeout:  # this process was stopped; the others have named it and gone
             os._exit(FAILED)
+        if stood > self._beat:  # what they said meanwhile is still to be read
+            for rank in self.line.heard:
+                self.line.heard[rank] += stood
+        place = self.meeting.pulse.place()
+        if self.judge is not None:
+            self.line.tell_all("beat", asdict(place))
+            self.judge.look(now)
+        else:
+            self.line.tell_main("beat", asdict(place))
+            quiet = now - self.line.heard[0]
+            if quiet > self.timeout + 2 * self._beat:  # if it lives, its own verdict comes first
+                self._without_rank_0(silent(quiet))
 
+    def _hear(self, rank: int, place: dict[str, Any]) -> None:
+        if self.judge is not None:
+            self.judge.hear(rank, Place(**place))
+        else:
+            self._rank_0 = Place(**place)
 
-def _record(meeting: Meeting, error: BaseException) -> dict[str, Any]:
-    rank = meeting.launch.rank
-    code = FAILED
-    if isinstance(error, HvdDDPError):
-        code = error.exit_code
-    elif isinstance(error, KeyboardInterrupt):
-        code = INTERRUPTED
-    return {
-        "rank": rank,
-        "host": (meeting.launch.hosts or ("this host",))[rank],
-        "exit_code": code,
-        "known": isinstance(error, HvdDDPError | KeyboardInterrupt),
-        "exception": _words(error),
-        "traceback": "".join(traceback.format_exception(error)),
-    }
+    def _lost(self, rank: int) -> None:
+        if self.judge is not None:
+            self.judge.lost(rank)
+        elif not self._ended.is_set():
+            self._without_rank_0(GONE)
 
+    def _signalled(self) -> None:
+        stop = self.meeting.stop
+        for number in stop.signals.read() if stop.signals is not None else []:
+            meaning = stop.signalled(number)
+            if meaning == "leave":
+                self.line.tell_main("failure", interrupted(self.launch, self.meeting.pulse.place()))
+            elif meaning is not None:
+                by = f" on rank {self.launch.rank}" if self.launch.world_size > 1 else ""
+                stop.request(Order(meaning.why + by, meaning.exit_code))
 
-def _words(error: BaseException) -> str:
-    if isinstance(error, HvdDDPError):
-        return str(error)
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+    def _without_rank_0(self, words: str) -> None:
+        """Rank 0 is at fault. Nobody is left to choose who says so: the first to leave a record does."""
+        if self._verdict is not None:
+            os._exit(self._verdict["exit_code"])
+        self._verdict = record(self.launch, 0, self._rank_0, words, seen="last seen in")
+        if not self._speak(self._verdict):
+            time.sleep(GRACE)  # a launcher may kill the one that speaks once another has left
+        self._kill(0)
+        self._say_farewell()
+        os._exit(FAILED)
 
+    def _end(self, verdict: Record) -> None:
+        """The job ends here: leave when all know, for mpirun kills the others 0.5 s after the first has left."""
+        self._verdict = verdict
+        if verdict["still"]:
+            _within(WRITING, lambda: self.meeting.write_stacks(faulthandler.dump_traceback))
+        if verdict["kill"]:
+            self._kill(verdict["rank"])
+        self._say_farewell()
+        self.line.tell_main("here")
+        self.line.call_later(PARTING + 1, lambda: os._exit(verdict["exit_code"]))
 
-def _first(meeting: Meeting, record: dict[str, Any]) -> dict[str, Any] | None:
-    """The record of the first failure, ours if nobody was before us; None if the store has gone."""
-    try:
-        value = meeting.store.compare_set("failure/first", "", json.dumps(record))
-        first: dict[str, Any] = json.loads(value)
+    def _go(self) -> None:
+        if self._verdict is None:
+            self._ended.set()
+        else:
+            os._exit(self._verdict["exit_code"])
+
+    def _speak(self, known: Record) -> bool:
+        """Write the record and print it, unless another rank has; whether it was this one."""
+        several, answers = self.launch.world_size > 1, list[bool]()
+        if self.judge is not None:  # nobody else speaks, and the next moment may be too late
+            say(known, several=several)
+        _within(WRITING, lambda: answers.append(self.meeting.write_record(known)))
+        first = answers != [False]
+        if self.judge is None and first:
+            say(known, several=several)
         return first
-    except (RuntimeError, ValueError):
-        return None
+
+    def _kill(self, rank: int) -> None:
+        """Of a silent rank on this host: it may be stopped, and launchers wait long for those."""
+        hosts = self.launch.hosts or ()
+        if rank == self.launch.rank or hosts[rank] != hosts[self.launch.rank]:
+            return
+        number, created = self.meeting.processes[rank]
+        with contextlib.suppress(psutil.Error, OSError):
+            process = psutil.Process(number)
+            if abs(process.create_time() - created) < CLOCK_STEP:  # else another has its number, or /proc is another
+                process.kill()
+
+    def _say_farewell(self) -> None:
+        for farewell in self.meeting.farewells:
+            _within(WRITING, farewell)
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
 
 
-def _print(record: dict[str, Any], *, several: bool) -> None:
-    where = f"rank {record['rank']} on {record['host']} failed: " if several and record["exit_code"] == FAILED else ""
-    if not record["known"]:
-        sys.stderr.write(record["traceback"])
-    sys.stderr.write(f"hvd_ddp: {where}{record['exception']}\n")
+def _within(seconds: float, work: Callable[[], object]) -> None:
+    """Do it, but do not wait longer; the first failure counts, so that one of this is dropped."""
 
+    def quietly() -> None:
+        with contextlib.suppress(Exception):
+            work()
 
-def _leave(meeting: Meeting, store: Store, code: int) -> None:
-    """Leave when all know of it: mpirun kills the others 0.5 s after the first has left."""
-    _say_farewell(meeting)
-    _wait_for_all(meeting, store, "failure/count", GRACE)
-    os._exit(code)
-
-
-def _wait_for_all(meeting: Meeting, store: Store, key: str, seconds: float) -> None:
-    """Wait until every rank is here, at most so long. Rank 0 leaves last: the store goes with it."""
-    deadline = time.monotonic() + seconds
-    with contextlib.suppress(RuntimeError):
-        store.add(key, 1)
-        while time.monotonic() < deadline and store.add(key, 0) < meeting.launch.world_size:
-            time.sleep(0.05)
-        if meeting.launch.rank == 0:
-            time.sleep(0.3)
-
-
-def _say_farewell(meeting: Meeting) -> None:
-    for farewell in meeting.farewells:
-        with contextlib.suppress(Exception):  # the first failure counts
-            farewell()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    thread = threading.Thread(target=quietly, daemon=True)
+    thread.start()
+    thread.join(seconds)

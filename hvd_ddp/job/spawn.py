@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import sys
@@ -9,18 +10,20 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hvd_ddp.errors import FAILED, FINISHED, INTERRUPTED, HvdDDPError
+import psutil
+
+from hvd_ddp.errors import FAILED, FINISHED, HvdDDPError
 from hvd_ddp.job.launch import Launch
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 LOCAL = "hvd_ddp-local"
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def spawn(num_ranks: int, arguments: Sequence[str]) -> int:
     """Run `python -m hvd_ddp <arguments>` as `num_ranks` local ranks; returns the first failing rank's exit code."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -34,15 +37,26 @@ def spawn(num_ranks: int, arguments: Sequence[str]) -> int:
         run_id=uuid.uuid4().hex,
         rdzv_backend=LOCAL,
         max_restarts=0,
+        signals_to_handle="SIGQUIT",  # the agent would take the others as an order to end the ranks: see _pass_on
     )
+    for number in PASSED_ON:
+        signal.signal(number, _pass_on)
     try:
         elastic_launch(config, sys.executable)("-m", "hvd_ddp", *arguments)
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else FAILED
-    except SignalException as stopped:  # the agent has passed it on and the ranks are gone
-        return INTERRUPTED if stopped.sigval == signal.SIGINT else 128 + stopped.sigval
     return FINISHED
+
+
+def _pass_on(number: int, _: object) -> None:
+    """The ranks know what to do. They have sessions of their own: the terminal's Ctrl-C comes to this process alone."""
+    ranks = psutil.Process().children()
+    if not ranks:
+        sys.exit(128 + number)
+    for rank in ranks:
+        with contextlib.suppress(psutil.Error):
+            rank.send_signal(number)
 
 
 def _local_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
