@@ -106,7 +106,7 @@ class Line:
 
 
 class _Peer:
-    """One connection, on the line's thread. Each message is sealed with its number: none slipped in, none told again."""
+    """One connection, on the line's thread. Messages are sealed with their number: none is slipped in or told again."""
 
     def __init__(self, connection: Connection, *, away: bool) -> None:
         self._connection = connection
