@@ -4,6 +4,7 @@ import hmac
 import json
 import os
 import queue
+import resource
 import socket
 import stat
 import struct
@@ -22,7 +23,7 @@ from launchers import ROOT, command, environment, run
 
 from hvd_ddp.backends.horovod_gloo import GlooServer
 from hvd_ddp.errors import HvdDDPError, RankFailedError, RankZeroMissingError
-from hvd_ddp.job import rendezvous
+from hvd_ddp.job import handshake, rendezvous
 from hvd_ddp.job.channels import FileChannel
 from hvd_ddp.job.launch import Launch
 from hvd_ddp.job.network import serve_store
@@ -56,7 +57,7 @@ class Ranks:
                 except BaseException as problem:
                     result.put(problem)
 
-            threading.Thread(target=work, daemon=True).start()
+            threading.Thread(target=work, name=str(rank), daemon=True).start()
         return self
 
     def result(self, rank: int, limit: float = LIMIT) -> Meeting | BaseException:
@@ -97,6 +98,11 @@ class Ranks:
         return host, port
 
 
+def place(meeting: Meeting) -> tuple[str, int]:
+    """Where the store is."""
+    return meeting.store.host, meeting.store.port  # type: ignore[attr-defined]
+
+
 def wait_for(condition: Callable[[], bool], limit: float = 10.0) -> None:
     deadline = time.monotonic() + limit
     while not condition():
@@ -117,15 +123,16 @@ def three(tmp_path: Path) -> Ranks:
 def connect(door: tuple[str, int]) -> tuple[socket.socket, bytes]:
     """A connection to rank 0 and its nonce."""
     connection = socket.create_connection(door, timeout=5)
-    greeting, size = b"", getattr(rendezvous, "GREETING", rendezvous.NONCE)
+    greeting, size = b"", handshake.GREETING
     while len(greeting) < size:
         greeting += connection.recv(size - len(greeting))
-    return connection, greeting[: rendezvous.NONCE]
+    return connection, greeting[: handshake.NONCE]
 
 
 def hello(token: bytes, nonce: bytes, **facts: Any) -> bytes:
     """What a peer with this token says."""
-    said = {"rank": 1, "world_size": 2, "host": "elsewhere", "node_rank": None, "cores": 1, "error": None} | facts
+    said = {"rank": 1, "world_size": 2, "host": "elsewhere", "process": [1, 2.0], "node_rank": None, "cores": 1,
+            "error": None} | facts  # fmt: skip
     return sealed(token, nonce, json.dumps(said).encode())
 
 
@@ -168,7 +175,7 @@ def test_ranks_meet(world_size: int, first: str, tmp_path: Path) -> None:
     for meeting in meetings[1:]:
         assert meeting.store.get("fact") == b"from rank 0"
     assert [meeting.store.add("count", 1) for meeting in meetings] == [*range(1, world_size + 1)]
-    assert len({meeting.store_address for meeting in meetings}) == 1
+    assert len({place(meeting) for meeting in meetings}) == 1
 
 
 def test_one_process_needs_nobody(tmp_path: Path) -> None:
@@ -201,8 +208,8 @@ def test_two_jobs_in_one_directory_do_not_mix(tmp_path: Path) -> None:
     one.start(0)
     other.start(0)
     first, second = one.meetings(), other.meetings()
-    assert first[0].store_address == first[1].store_address != second[0].store_address
-    assert second[0].store_address == second[1].store_address
+    assert place(first[0]) == place(first[1]) != place(second[0])
+    assert place(second[0]) == place(second[1])
 
 
 @pytest.mark.parametrize("name", ["openmpi-prterun-node1-19871@1", "flux-ƒd6pySYjTR", "a/../../b", "", "x" * 150])
@@ -285,11 +292,11 @@ def wrong_token(card: dict[str, Any], nonce: bytes) -> bytes:
 
 
 def replayed(card: dict[str, Any], nonce: bytes) -> bytes:
-    return hello(bytes.fromhex(card["token"]), b"\0" * rendezvous.NONCE)  # right for another connection
+    return hello(bytes.fromhex(card["token"]), b"\0" * handshake.NONCE)  # right for another connection
 
 
 def garbage(card: dict[str, Any], nonce: bytes) -> bytes:
-    return os.urandom(rendezvous.MAC) + struct.pack("!I", 64) + os.urandom(64)
+    return os.urandom(handshake.MAC) + struct.pack("!I", 64) + os.urandom(64)
 
 
 def http(card: dict[str, Any], nonce: bytes) -> bytes:
@@ -297,11 +304,11 @@ def http(card: dict[str, Any], nonce: bytes) -> bytes:
 
 
 def oversized(card: dict[str, Any], nonce: bytes) -> bytes:
-    return b"\0" * rendezvous.MAC + struct.pack("!I", 0xFFFFFFFF) + b"x" * 1000
+    return b"\0" * handshake.MAC + struct.pack("!I", 0xFFFFFFFF) + b"x" * 1000
 
 
 def oversized_with_token(card: dict[str, Any], nonce: bytes) -> bytes:
-    return sealed(bytes.fromhex(card["token"]), nonce, b" " * (rendezvous.LARGEST_HELLO + 1))
+    return sealed(bytes.fromhex(card["token"]), nonce, b" " * (handshake.LARGEST_HELLO + 1))
 
 
 def no_json(card: dict[str, Any], nonce: bytes) -> bytes:
@@ -348,7 +355,7 @@ def test_the_right_words_are_let_in(two: Ranks) -> None:
     connection.sendall(hello(bytes.fromhex(two.card()["token"]), nonce))
     assert two.meetings()[0].launch.hosts == (HOST, "elsewhere")
     answer = connection.recv(1 << 16)
-    body = answer[rendezvous.MAC + rendezvous.LENGTH :]
+    body = answer[handshake.MAC + handshake.LENGTH :]
     token = bytes.fromhex(json.loads(two.card_path.read_bytes())["token"]) if two.card_path.exists() else None
     assert token is None, "the card is gone when all have come"
     assert json.loads(body)["store"][0] == "127.0.0.1"
@@ -368,7 +375,7 @@ def test_a_silent_connection_holds_nobody_up(two: Ranks) -> None:
 
 
 def test_a_silent_connection_is_closed_in_the_end(two: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "HANDSHAKE", 0.5)
+    monkeypatch.setattr(handshake, "HANDSHAKE", 0.5)
     two.start(0)
     silent, _ = connect(two.door())
     dripping, nonce = connect(two.door())
@@ -482,7 +489,7 @@ def test_a_stale_card_whose_port_is_another_jobs(two: Ranks, tmp_path: Path) -> 
     ours = two.meetings()
     other.start(1)
     theirs = other.meetings()
-    assert ours[0].store_address == ours[1].store_address != theirs[0].store_address
+    assert place(ours[0]) == place(ours[1]) != place(theirs[0])
 
 
 GREETINGS = [None, b"SSH-2.0-OpenSSH_9.2p1\r\n", b"220 mail.example.org ESMTP Postfix, fifty bytes\r\n.", b"x" * 5000]
@@ -493,7 +500,7 @@ def test_a_stale_card_whose_port_is_another_programs(
     greet: bytes | None, two: Ranks, servers: list[socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It answers in a way that no rank 0 does, or never: look again, long before the start times out."""
-    monkeypatch.setattr(rendezvous, "HANDSHAKE", 1.0)
+    monkeypatch.setattr(handshake, "HANDSHAKE", 1.0)
     write_card(two, serve(servers, greet))
     two.start(1, start_timeout=60.0)
     time.sleep(0.3)
@@ -577,7 +584,7 @@ def test_what_all_found_wrong_is_said_without_a_rank(three: Ranks) -> None:
 
 
 def test_an_unwell_rank_0_does_not_wait_for_long(two: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "LAST_WORDS", 1.0)
+    monkeypatch.setattr(handshake, "LAST_WORDS", 1.0)
     began = time.monotonic()
     two.start(0, start_timeout=60.0, error="no good")
     assert "no good" in str(two.errors(5.0)[0])
@@ -650,13 +657,13 @@ def test_a_job_of_one_node_listens_on_loopback_alone(two: Ranks) -> None:
     meetings = two.meetings()
     store = listening() - before
     assert {host for host, _ in store} == {"127.0.0.1"}, store
-    assert meetings[0].store_address in store
+    assert place(meetings[0]) in store
     assert not waiting & store, "the door is shut when all have come"
 
 
 def test_a_job_of_more_nodes_listens_on_addresses_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never on all interfaces, and the store only where the peers came from. 127.0.0.2 stands for the network."""
-    monkeypatch.setattr(rendezvous, "addresses", lambda: ["127.0.0.1", "127.0.0.2"])
+    monkeypatch.setattr(rendezvous, "addresses", lambda wanted: ["127.0.0.1", "127.0.0.2"])
     monkeypatch.setattr(rendezvous, "interface_of", lambda address: f"of {address}")
     ranks = Ranks(tmp_path, 3, local_world_size=1)
     before = listening()
@@ -667,9 +674,88 @@ def test_a_job_of_more_nodes_listens_on_addresses_of_its_own(tmp_path: Path, mon
     ranks.card_path.write_text(json.dumps(card | {"addresses": second}))  # what the others can reach
     ranks.start(1, 2)
     meetings = ranks.meetings()
-    assert {meeting.store_address[0] for meeting in meetings} == {"127.0.0.2"}
+    assert {place(meeting)[0] for meeting in meetings} == {"127.0.0.2"}
     assert meetings[0].address == "127.0.0.2"
     assert {host for host, _ in listening() - before} == {"127.0.0.2"}
+
+
+def meet_by(doors: dict[int, str], hosts: list[str], directory: Path, patch: pytest.MonkeyPatch) -> list[Meeting]:
+    """Meetings of ranks that are on these hosts and reach rank 0 by those of its addresses.
+
+    127.0.0.1 and 127.0.0.2 stand for two networks of rank 0's host.
+    """
+    real = handshake.visit
+
+    def visit(cards: list[tuple[str, int]], token: bytes, hello: dict[str, Any], deadline: float) -> Any:
+        return real([card for card in cards if card[0] == doors[hello["rank"]]], token, hello, deadline)
+
+    patch.setattr(rendezvous, "visit", visit)
+    patch.setattr(rendezvous, "addresses", lambda wanted: ["127.0.0.1", "127.0.0.2"])
+    patch.setattr(rendezvous, "interface_of", lambda address: f"of {address}")
+    patch.setattr(socket, "gethostname", lambda: hosts[int(threading.current_thread().name)])
+    ranks = Ranks(directory, len(hosts), local_world_size=None, node_rank=None).start(*range(len(hosts)))
+    return ranks.meetings()
+
+
+@pytest.mark.parametrize("good", ["127.0.0.1", "127.0.0.2"])
+def test_the_store_is_where_ranks_of_other_hosts_came(
+    good: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks beside rank 0 reach any of its addresses, those of a cable that leads nowhere as well."""
+    bad = "127.0.0.1" if good == "127.0.0.2" else "127.0.0.2"
+    doors = {1: bad, 2: bad, 3: bad, 4: good, 5: good}
+    meetings = meet_by(doors, ["a", "a", "a", "a", "b", "b"], tmp_path, monkeypatch)
+    assert {place(meeting)[0] for meeting in meetings} == {good}
+    for meeting in meetings[:4]:  # by whatever door they came
+        assert (meeting.address, meeting.interface) == (good, f"of {good}")
+    assert [meeting.launch.node_rank for meeting in meetings] == [0, 0, 0, 0, 1, 1]
+    assert [meeting.launch.local_world_size for meeting in meetings] == [4, 4, 4, 4, 2, 2]
+
+
+def test_the_store_is_where_most_of_them_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    doors = {1: "127.0.0.1", 2: "127.0.0.2", 3: "127.0.0.1", 4: "127.0.0.2", 5: "127.0.0.2"}
+    meetings = meet_by(doors, ["a", "b", "c", "d", "e", "f"], tmp_path, monkeypatch)
+    assert {place(meeting)[0] for meeting in meetings} == {"127.0.0.2"}
+
+
+def test_ranks_of_one_host_agree_on_one_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the launcher does not say that they are all there (Flux)."""
+    doors = {1: "127.0.0.1", 2: "127.0.0.2", 3: "127.0.0.2"}
+    meetings = meet_by(doors, ["a"] * 4, tmp_path, monkeypatch)
+    assert [(meeting.address, place(meeting)[0]) for meeting in meetings] == [("127.0.0.2", "127.0.0.2")] * 4
+
+
+def test_the_connections_stay_open_for_the_line(three: Ranks) -> None:
+    three.start(0, 1, 2)
+    main, first, second = three.meetings()
+    assert sorted(main.connections) == [1, 2]
+    for rank, meeting in ((1, first), (2, second)):
+        assert list(meeting.connections) == [0]
+        here, there = main.connections[rank], meeting.connections[0]
+        assert (here.token, here.nonce) == (there.token, there.nonce)
+        assert here.seal(b"line", b"x") == there.seal(b"line", b"x")
+        here.socket.setblocking(True)
+        here.socket.sendall(b"for %d" % rank)
+        assert there.socket.recv(9) == b"for %d" % rank
+    assert main.connections[1].nonce != main.connections[2].nonce
+    assert main.processes == first.processes == second.processes
+    assert [number for number, _ in main.processes] == [os.getpid()] * 3
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted"), [(256, 9999, 9024), (256, 2000, 2000), (9500, 9999, 9500), (1500, 1500, 1500)]
+)
+def test_many_ranks_need_many_files(soft: int, hard: int, wanted: int) -> None:
+    """Rank 0 holds two connections a rank, and shells often allow 1,024 in all."""
+    program = (
+        "import resource, sys\nfrom hvd_ddp.job.handshake import Guests\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
+        "Guests(b'token', 2000)\nprint(*resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+    )
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < hard:
+        pytest.skip("this machine allows fewer")
+    result = run([sys.executable, "-c", program], timeout=30)
+    assert result.out.split() == [str(wanted), str(hard)], result.text
 
 
 def test_ranks_of_nproc_listen_on_loopback_alone(tmp_path: Path) -> None:
