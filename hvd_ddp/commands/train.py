@@ -144,7 +144,8 @@ def _train(config: TrainConfig) -> int:
             data = load_data(config.data, config.data_dir, backend)
         with backend.meeting.pulse.long_work("building the model"):
             model = load_model(config, data, backend)
-        results = Trainer(config, model, build(config, model.parameters()), data, backend).fit()
+            optimizer = build(config, model.parameters())  # imports torch._dynamo: some 900 files
+        results = Trainer(config, model, optimizer, data, backend).fit()
     if results["status"] == "finished" or stop.order is None:
         return FINISHED
     sys.stdout.flush()

@@ -121,12 +121,14 @@ class _Peer:
         self._writer.writelines(self._early)
 
     def say(self, kind: str, value: Any) -> None:
+        if self._writer is not None and self._writer.transport.get_write_buffer_size() >= LARGEST_BACKLOG:
+            return  # it does not read; should it come back, what follows is in order
         body = json.dumps([kind, value]).encode()
         self._said += 1
         frame = self._seal(self._directions[0], self._said, body) + struct.pack("!I", len(body)) + body
         if self._writer is None:
             self._early.append(frame)
-        elif self._writer.transport.get_write_buffer_size() < LARGEST_BACKLOG:
+        else:
             self._writer.write(frame)
 
     async def hear(self) -> tuple[str, Any]:

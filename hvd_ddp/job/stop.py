@@ -21,7 +21,7 @@ from hvd_ddp.job.line import Line
 
 REPEATED = 5.0  # seconds in which a second TERM is the scheduler's repetition (a time limit sends two, 10 ms apart)
 BOUNCE = 0.3  # seconds in which a second INT is the launcher's copy of the terminal's
-ASK_AGAIN = 300.0  # seconds after which the end of the allocation is asked for again: the user may move it
+ASK_AGAIN = 60.0  # seconds after which the end of the allocation is asked for again: the user may move it
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,15 @@ class Stop:
 
     @contextlib.contextmanager
     def instead_of_dying(self) -> Iterator[None]:
-        """While there is something to save: Ctrl-C and TERM are orders to stop."""
+        """While there is something to save: Ctrl-C and TERM are orders to stop.
+
+        After an order or an exception they stay caught: nothing may end it on its way out, the TERM of a launcher that
+        has seen another rank end neither.
+        """
         caught = self.signals.catch(signal.SIGINT, signal.SIGTERM) if self.signals is not None else {}
-        try:
-            yield
-        finally:
-            if self.signals is not None and self.order is None:  # else nothing may end it on its way out
-                self.signals.release(caught)
+        yield
+        if self.signals is not None and self.order is None:
+            self.signals.release(caught)
 
     def before_the_end(self, minutes: float, ends_at: float, ask: Callable[[float], float]) -> None:
         """Order a stop so many minutes before `ends_at`, in seconds since the epoch.
