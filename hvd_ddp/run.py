@@ -34,7 +34,8 @@ class Run:
         """Decide what this start does, on rank 0, and tell all; raises HvdDDPError everywhere."""
         self.config, self.backend, self.total_steps = config, backend, total_steps
         self._data = b""
-        self.start = Start(**backend.on_main(lambda: self._plan(num_samples)))
+        with backend.meeting.pulse.long_work("reading the run directory"):
+            self.start = Start(**backend.on_main(lambda: self._plan(num_samples)))
         self.directory = Path(self.start.directory)
         self.console: Console = console(is_main=backend.is_main, behind_mpi=backend.launch.mpi is not None)
         self.metrics = Metrics(self.directory / "metrics.jsonl" if backend.is_main else None)

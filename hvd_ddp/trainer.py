@@ -230,7 +230,8 @@ class Trainer:
 
     def _resume(self, run: Run, origin: str) -> None:
         try:
-            self.load_state_dict(checkpoint.parse(run.checkpoint_bytes(), origin))
+            with self.pulse.long_work("reading the checkpoint"):
+                self.load_state_dict(checkpoint.parse(run.checkpoint_bytes(), origin))
         except (RuntimeError, ValueError, KeyError) as error:
             raise HvdDDPError(
                 f"Checkpoint `{origin}` does not fit --model {self.config.model} any more: "

@@ -48,7 +48,8 @@ class DDPBackend(Backend):
     def setup(self) -> None:
         self._wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         DDPBackend._setups += 1  # a store remembers: each group needs a prefix of its own
-        export({"GLOO_SOCKET_IFNAME": self.meeting.interface, "NCCL_SOCKET_IFNAME": "=" + self.meeting.interface})
+        export({"GLOO_SOCKET_IFNAME": self.meeting.interface})
+        export({"NCCL_SOCKET_IFNAME": "=" + self.meeting.interface}, over_the_users=False)  # who may name several
         dist.init_process_group(
             self.transport,
             store=PrefixStore(f"ddp/{DDPBackend._setups}", self.meeting.store),

@@ -148,11 +148,15 @@ def is_speaker() -> bool:
 _before: dict[str, str | None] = {}  # what stood where `export` has written: our HOROVOD_RANK is no horovodrun's
 
 
-def export(values: Mapping[str, str]) -> None:
-    """Set variables that a foreign library can only read from the environment. `detect` goes on to see the old ones."""
-    for name in values:
-        _before.setdefault(name, os.environ.get(name))
-    os.environ.update(values)
+def export(values: Mapping[str, str], *, over_the_users: bool = True) -> None:
+    """Set variables that a foreign library can only read from the environment. `detect` goes on to see the old ones.
+
+    `over_the_users`: also those that were set when this process began.
+    """
+    for name, value in values.items():
+        before = _before.setdefault(name, os.environ.get(name))
+        if over_the_users or not before:
+            os.environ[name] = value
 
 
 def _started() -> dict[str, str]:
