@@ -3,7 +3,9 @@
 import os
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -22,22 +24,22 @@ class Small(nn.Module):
         return self.layer(x.flatten(1))
 
 
-class Raises(Small):
-    """Rank 1's fifth forward fails."""
+class RaisesEarly(Small):
+    """Rank 1 can't build it, before there is a run directory."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if detect().rank == 1 and self.forwards == 4:
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        if detect().rank == 1:
             raise RuntimeError("the sensor is on fire")
-        return super().forward(x)
 
 
-class RaisesOnMain(Small):
-    """Rank 0's fifth forward fails."""
+class SlowToBuild(Small):
+    """Rank 0 takes nine seconds, as it may for data that it prepares."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if detect().rank == 0 and self.forwards == 4:
-            raise RuntimeError("the sensor is on fire")
-        return super().forward(x)
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        if detect().rank == 0:
+            time.sleep(9.0)
 
 
 class UnusedOnOneRank(Small):
@@ -67,6 +69,8 @@ class Faulty(Small):
         what, _, rank = os.environ["FAULT"].partition("@")
         if self.forwards == 4:
             mine = detect().rank == int(rank)
+            if mine:
+                Path("fault").write_text(str(time.time()))
             if what == "skip":
                 if not mine:
                     all_reduce(torch.ones(1))
@@ -76,6 +80,9 @@ class Faulty(Small):
 
     def throw(self) -> None:
         raise RuntimeError("the sensor is on fire")
+
+    def leave(self) -> None:
+        sys.exit(0)
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -4,8 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from hvd_ddp.job.launch import Launch, detect
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,6 +59,32 @@ def run(command: list[str], *, timeout: float = 120, cwd: Path | None = None, **
         out, err = process.communicate()
         raise AssertionError(f"still running after {timeout} s: {command}\n{out[-4000:]}\n{err[-4000:]}") from None
     return Result(process.returncode, out, err)
+
+
+def processes(mark: str) -> dict[int, Launch]:
+    """Living processes that were started with `mark` in their environment or on their command line, and who they are.
+
+    A launcher is a rank of no job: its launch is `single`.
+    """
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+            line = (entry / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:  # not a process, or gone meanwhile
+            continue
+        if line and (mark in line or any(mark in word for word in words)) and int(entry.name) != os.getpid():
+            rank = "hvd_ddp" in line.split("\0") and "torchrun" not in line
+            found[int(entry.name)] = detect(dict(word.split("=", 1) for word in words if "=" in word) if rank else {})
+    return found
+
+
+def assert_none_left(mark: str, *, within: float = 3.0) -> None:
+    """No process of a job outlives it; the last ones may still be on their way out."""
+    deadline = time.monotonic() + within
+    while left := processes(mark):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 def command(launcher: str, num_ranks: int, program: list[str]) -> list[str]:
