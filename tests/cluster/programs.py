@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import tempfile
+from contextlib import suppress
 
 import psutil
 from launchers import Result, environment
@@ -51,10 +52,19 @@ class Program:
         return self.result
 
     def kill(self) -> None:
-        """SIGKILL to its process group, if it still runs. What left the group ends with the cluster."""
-        if self._entry.poll() is None:
-            os.killpg(self._entry.pid, signal.SIGKILL)
-            self._entry.wait()
+        """SIGKILL to its process group, if it still runs. What left the group ends with the cluster.
+
+        nsenter goes last: a child that survives it would go to this machine's first process, which may bury it late or
+        never, and a host is not gone before all its dead are buried.
+        """
+        while self._entry.poll() is None:
+            group = [pid for pid in psutil.pids() if pid != self._entry.pid and _group(pid) == self._entry.pid]
+            for pid in group or [self._entry.pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._entry.send_signal(signal.SIGCONT)  # it stops when its child does
+            with suppress(subprocess.TimeoutExpired):
+                self._entry.wait(0.1)
 
     def __enter__(self) -> "Program":
         return self
@@ -63,3 +73,9 @@ class Program:
         self.kill()
         self._out.close()
         self._err.close()
+
+
+def _group(pid: int) -> int | None:
+    with suppress(ProcessLookupError):
+        return os.getpgid(pid)
+    return None

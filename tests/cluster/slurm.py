@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,9 +37,7 @@ class Cluster:
     def start(cls, nodes: int = 2, *, keep: bool = False, cpus: int = 4, shared: list[Path] | None = None) -> "Cluster":
         """Start one. It ends with this program, unless `keep`. `shared`: folders below /tmp that all hosts see."""
         sweep()
-        directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp"))
-        lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        directory, lock = _claim()
         room = open_room(keep, lock)
         os.close(lock)
         try:
@@ -141,6 +138,14 @@ class Cluster:
         return (self.directory / "head/slurmctld.log").read_text(errors="replace")
 
 
+def _claim() -> tuple[Path, int]:
+    """A new directory and its locked file; it gets its name only then, so that no sweep takes it for a dead one."""
+    new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir="/tmp"))
+    lock = os.open(new / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return new.rename(new.with_name(new.name[1:])), lock
+
+
 def _build(directory: Path, room: Space, nodes: int, mounts: list[Path]) -> dict[str, Host]:
     """The switch, and hosts with their cables."""
     addresses = {"head": settings.GATEWAY} | {f"node{i}": f"{settings.NETWORK}.{i}" for i in range(1, nodes + 1)}
@@ -176,7 +181,7 @@ def _dead(directory: Path) -> bool:
     except BlockingIOError:
         return False
     except FileNotFoundError:
-        return directory.exists() and time.time() - directory.stat().st_mtime > 60  # else it is about to be locked
+        pass  # another sweep is at it
     return True
 
 
@@ -184,4 +189,4 @@ def _end(room: Space, directory: Path) -> None:
     with suppress(ProcessLookupError):
         os.kill(room.pid, signal.SIGKILL)
     wait_until(lambda: _dead(directory), "the room is gone")
-    shutil.rmtree(directory)
+    shutil.rmtree(directory, ignore_errors=True)  # a sweep may be at it
