@@ -87,8 +87,8 @@ class Trainer:
             run.open()
             if run.start.checkpoint is not None:
                 run.resumed(step=self.step, epoch=self.step // self.steps_per_epoch)
-            with self.stop.instead_of_dying():
-                return self._fit(run)
+            self.stop.instead_of_dying()
+            return self._fit(run)
 
     def _fit(self, run: Run) -> dict[str, Any]:
         self._interval = time.perf_counter()

@@ -147,6 +147,7 @@ def _train(config: TrainConfig) -> int:
             optimizer = build(config, model.parameters())  # imports torch._dynamo: some 900 files
         results = Trainer(config, model, optimizer, data, backend).fit()
     if results["status"] == "finished" or stop.order is None:
+        signals.ignore()
         return FINISHED
     sys.stdout.flush()
     os._exit(stop.order.exit_code)  # all at once: mpirun kills the others 0.5 s after the first

@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,16 +51,16 @@ class Signals:
         """Readable when a signal has come."""
         return self._reader.fileno()
 
-    def catch(self, *numbers: int) -> dict[int, Any]:
-        """From now on; returns the handlers before."""
+    def catch(self, *numbers: int) -> None:
+        """From now on."""
         self._caught.update(numbers)
-        return {number: signal.signal(number, lambda *_: None) for number in numbers}
+        for number in numbers:
+            signal.signal(number, lambda *_: None)
 
-    def release(self, handlers: dict[int, Any]) -> None:
-        """Put the handlers that `catch` returned back."""
-        self._caught.difference_update(handlers)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    def ignore(self) -> None:
+        """When all is done: on its way out Python puts the default handlers back, which would end it with a failure."""
+        for number in self._caught:
+            signal.signal(number, signal.SIG_IGN)
 
     def read(self) -> list[int]:
         """Numbers of the signals that have come since."""
@@ -123,17 +123,13 @@ class Stop:
             return "leave" if now - before > BOUNCE else None
         return "leave" if now - before > REPEATED and not self._decided.is_set() else None
 
-    @contextlib.contextmanager
-    def instead_of_dying(self) -> Iterator[None]:
-        """While there is something to save: Ctrl-C and TERM are orders to stop.
+    def instead_of_dying(self) -> None:
+        """From now on there is something to save: Ctrl-C and TERM are orders to stop.
 
-        After an order or an exception they stay caught: nothing may end it on its way out, the TERM of a launcher that
-        has seen another rank end neither.
+        Until the process ends: the TERM of a launcher that has seen another rank end must not cut its last words off.
         """
-        caught = self.signals.catch(signal.SIGINT, signal.SIGTERM) if self.signals is not None else {}
-        yield
-        if self.signals is not None and self.order is None:
-            self.signals.release(caught)
+        if self.signals is not None:
+            self.signals.catch(signal.SIGINT, signal.SIGTERM)
 
     def before_the_end(self, minutes: float, ends_at: float, ask: Callable[[float], float]) -> None:
         """Order a stop so many minutes before `ends_at`, in seconds since the epoch.
