@@ -62,7 +62,8 @@ def test_a_finished_run_is_not_ended_by_a_late_warning() -> None:
     """Python puts the default handlers back while it ends, which takes a while with torch loaded."""
     program = (
         "import atexit, os, signal\nfrom hvd_ddp.job.stop import Signals\n"
-        "class Late:\n    def __del__(self, kill=os.kill, me=os.getpid(), number=int(signal.SIGUSR2)): kill(me, number)\n"
+        "class Late:\n"
+        "    def __del__(self, kill=os.kill, me=os.getpid(), number=int(signal.SIGUSR2)): kill(me, number)\n"
         "signals = Signals()\nsignals.catch(signal.SIGUSR2, signal.SIGTERM)\n"
         "import sys; sys.late = Late()\n{}\n"
     )
@@ -95,6 +96,7 @@ def test_ctrl_c_and_term_are_orders_when_there_is_something_to_save(signals: Sig
     stop = Stop()
     stop.signals = signals
     stop.instead_of_dying()
+    assert callable(signal.getsignal(TERM)), "else the next line ends the tests"
     send(TERM, INT)
     assert sorted(signals.read()) == sorted([TERM, INT])
 
@@ -240,6 +242,7 @@ class Rank:
         }
         self.stop.request = lambda order: self.tell_main("please stop", asdict(order))
         self.ended_at: int | None = None
+        self.cut_short: int | None = None  # the step of an evaluation that was
 
     def tell_main(self, kind: str, value: Any) -> None:
         self.job.ways[self.rank, 0].put((kind, value))
@@ -253,6 +256,7 @@ class Rank:
         step = first
         while step < self.job.total:
             known = self.job.evaluate(self.rank) if step % EVALUATE_EVERY == 0 else False
+            self.cut_short = step if known else None
             if self.stop.after(step, known=known):
                 break
             time.sleep(chance.choice([0, 0, 0.001]))
@@ -283,6 +287,14 @@ class Job:
             time.sleep(chance.uniform(0, slow))
             with self.ranks[target].handling:
                 self.ranks[target].on[message[0]](origin, message[1])
+
+    def wait_for_orders(self) -> None:
+        """Until all that was told has come."""
+        deadline = time.monotonic() + 10.0
+        while not all(rank.stop._decided.is_set() for rank in self.ranks):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(0.1)
 
     def evaluate(self, rank: int) -> bool:
         """Whether any rank has cut it short, as all learn from a reduction."""
@@ -331,7 +343,19 @@ def test_all_stop_after_the_same_step(world_size: int) -> None:
             stopped.add(ended[0])
             assert len({rank.stop.order for rank in job.ranks}) == 1
             assert all(rank.stop.pending for rank in job.ranks)
+        for rank in job.ranks:  # the next start makes up for it, if no step follows
+            assert rank.cut_short in (None, ended[0]), seed
     assert len(stopped) > 5, "else it tests nothing"
+
+
+def test_the_first_order_counts() -> None:
+    """A stop is under way, and the code that it exits with is told."""
+    job = Job(2, 0)
+    for order in (Order("first", 75), Order("second", 130)):
+        job.ranks[1].stop.request(order)
+    job.wait_for_orders()
+    assert job.run([]) == [0, 0]
+    assert [rank.stop.order for rank in job.ranks] == [Order("first", 75)] * 2
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -340,10 +364,7 @@ def test_an_order_before_the_first_step(world_size: int) -> None:
     for first in (0, 17):
         job = Job(world_size, 1)
         job.ranks[-1].stop.request(Order("early"))
-        deadline = time.monotonic() + 10.0
-        while not all(rank.stop._decided.is_set() for rank in job.ranks):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        job.wait_for_orders()
         assert job.run([], first) == [first] * world_size
 
 
