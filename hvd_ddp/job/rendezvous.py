@@ -169,7 +169,8 @@ def _join(launch: Launch, channel: Channel, *, hello: dict[str, Any], deadline: 
             address=address if peers[launch.rank]["host"] == peers[0]["host"] else source_address(address, port),
             connections={0: connection},
         )
+    where = f" ({launch.hosts[0]})" if launch.hosts else ""
     raise RankZeroMissingError(
-        f"Rank 0 was not found before --start-timeout (this is rank {launch.rank} on {hello['host']}). See why it did "
-        "not start (its log, its node), and whether all ranks see the same file system."
+        f"Rank 0{where} was not found before --start-timeout (this is rank {launch.rank} on {hello['host']}). See why "
+        "it did not start (its log, its node), and whether all ranks see the same file system."
     )

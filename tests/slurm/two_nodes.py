@@ -1,0 +1,76 @@
+"""Jobs of the shipped template on a cluster that a whole test file shares."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster.hosts import wait_until
+from cluster.jobs import ENDED, Job
+from cluster.slurm import Cluster
+from launchers import ROOT
+
+TEMPLATE = ROOT / "slurm/train.sbatch"
+SLACK = 4  # seconds on top of what is promised: two busy cores, and the test looks at a job only now and then
+MESSAGE = re.compile(r"hvd_ddp: rank (\d+) on (\S+) (failed|last seen) in (.+?) at step (\d+): (.+)")
+
+
+@contextmanager
+def cluster_for(tmp_path_factory: pytest.TempPathFactory, nodes: int = 2) -> Iterator[Cluster]:
+    """A cluster of this size that sees the folders of all tests."""
+    with Cluster.start(nodes, shared=[tmp_path_factory.getbasetemp()]) as cluster:
+        yield cluster
+
+
+def submit(
+    cluster: Cluster, folder: Path, *options: str, tasks: int = 1, slurm: tuple[str, ...] = (), **env: str
+) -> Job:
+    """`sbatch slurm/train.sbatch` in `folder` on two nodes with so many tasks each, and the options of `train`."""
+    command = ["sbatch", "--parsable", "-N2", f"--ntasks-per-node={tasks}", *slurm, str(TEMPLATE)]
+    command += ["--threads", "1", "--run-dir", "run", *options]
+    paths = ":".join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/slurm")))
+    result = cluster.run(*command, cwd=folder, **{"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **env})
+    assert result.code == 0, result.text
+    return Job(cluster, result.out.strip())
+
+
+def ends(job: Job, timeout: float, *, lost_node: bool = False) -> str:
+    """The state that it ends in; of a lost node Slurm waits for an answer when all is over."""
+    states = ENDED | {"COMPLETING"} if lost_node else ENDED
+    job.until(lambda: job.state in states, "end", timeout)
+    return job.state
+
+
+def nothing_left(cluster: Cluster, *names: str, within: float = 5) -> None:
+    """On these nodes, by default on all."""
+    nodes = [node for node in cluster.nodes if not names or node.name in names]
+    wait_until(lambda: not any(node.pids() for node in nodes), "no process of a job is left", within)
+
+
+def said(log: str, *, last: int = 12, several: bool = False) -> tuple[str, ...]:
+    """(rank, host, failed or last seen, phase, step, words) of the one message, which is among the last lines.
+
+    `several`: where ranks that can't hear each other may each say theirs, of the last one.
+    """
+    lines = log.splitlines()
+    found = [MESSAGE.search(line) for line in lines if "hvd_ddp: rank" in line]
+    assert len(found) == 1 or (found and several), log
+    assert found[-1], log
+    assert any("hvd_ddp: rank" in line for line in lines[-last:]), log
+    return found[-1].groups()
+
+
+def the_record(folder: Path) -> dict[str, Any]:
+    """The only one in failures/."""
+    [path] = (folder / "run/failures/0").glob("*.json")
+    record: dict[str, Any] = json.loads(path.read_text())
+    assert path.name == f"rank_{record['rank']:04d}.json"
+    return record
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "run/summary.json").read_text())
+    return found
