@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hvd_ddp.data.loader import ArrayLoader
 from hvd_ddp.job.launch import detect
 
 
@@ -40,6 +41,26 @@ class SlowToBuild(Small):
         super().__init__(num_classes)
         if detect().rank == 0:
             time.sleep(9.0)
+
+
+class Slow(Small):
+    """As slow as the environment says, in seconds: BUILD on rank 0, FORWARD, and EVALUATE for every 20 samples.
+
+    Leaves a file named `building` or `evaluating` when it begins with that.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        if detect().rank == 0 and "BUILD" in os.environ:
+            Path("building").touch()
+            time.sleep(float(os.environ["BUILD"]))
+        ArrayLoader.evaluation_batches.__kwdefaults__["batch_size"] = 20  # else a rank has one batch, which none cuts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training and "EVALUATE" in os.environ:
+            Path("evaluating").touch()
+        time.sleep(float(os.environ.get("FORWARD" if self.training else "EVALUATE", "0")))
+        return super().forward(x)
 
 
 class UnusedOnOneRank(Small):
