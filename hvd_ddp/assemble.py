@@ -1,4 +1,4 @@
-"""Model and data by the names in the configuration, the same on every rank or on none."""
+"""Model and data by the names in the configuration, the same on every rank or on none; whether they fit each other."""
 
 from __future__ import annotations
 
@@ -54,3 +54,18 @@ def fit_weights(model: nn.Module, state: dict[str, Any], origin: str) -> None:
     except (RuntimeError, AttributeError, TypeError) as error:
         said = " ".join(str(error).split())
         raise HvdDDPError(f"The weights in `{origin}` do not fit the model: {said[:300]}") from error
+
+
+def check(config: TrainConfig, data: Data, world_size: int) -> None:
+    """Raise HvdDDPError for options that do not fit the data or the number of ranks."""
+    if len(data.train) < config.global_batch:
+        raise HvdDDPError(
+            f"--global-batch is `{config.global_batch}`, but {data.name} has `{len(data.train)}` training samples: not "
+            "one whole step. Use a smaller --global-batch."
+        )
+    if config.global_batch < world_size * config.accumulate:
+        raise HvdDDPError(
+            f"--global-batch is `{config.global_batch}`, for {world_size} ranks with --accumulate "
+            f"{config.accumulate}: some micro-batches would be empty in every step. Use a --global-batch of at least "
+            f"{world_size * config.accumulate}, or fewer ranks."
+        )

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from hvd_ddp import checkpoint
+from hvd_ddp.assemble import check
 from hvd_ddp.backends.base import Backend, average_buffers
 from hvd_ddp.config import TrainConfig
 from hvd_ddp.data.arrays import Data
@@ -271,21 +272,6 @@ class Trainer:
         self._evaluated_at = self.step
         run.evaluated(step=self.step, epoch=(self.step - 1) // self.steps_per_epoch, results=results)
         return {name: value for name, value in results.items() if name != "num_samples"}
-
-
-def check(config: TrainConfig, data: Data, world_size: int) -> None:
-    """Raise HvdDDPError for options that do not fit the data or the number of ranks."""
-    if len(data.train) < config.global_batch:
-        raise HvdDDPError(
-            f"--global-batch is `{config.global_batch}`, but {data.name} has `{len(data.train)}` training samples: not "
-            "one whole step. Use a smaller --global-batch."
-        )
-    if config.global_batch < world_size * config.accumulate:
-        raise HvdDDPError(
-            f"--global-batch is `{config.global_batch}`, for {world_size} ranks with --accumulate "
-            f"{config.accumulate}: some micro-batches would be empty in every step. Use a --global-batch of at least "
-            f"{world_size * config.accumulate}, or fewer ranks."
-        )
 
 
 def _seed(seed: int, step: int, rank: int) -> int:

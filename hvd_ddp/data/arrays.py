@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,19 +12,22 @@ _PIXELS_AT_ONCE = 1 << 22  # bincount widens to int64: 32 MiB at a time
 
 @dataclass(frozen=True, eq=False)
 class ArrayDataset:
-    """Images and the class of each.
+    """Images, or samples of floating-point numbers, and the class of each.
 
-    `images` is uint8 (N, C, H, W), `targets` int64 (N,), N at least 1; either may be read-only or memory-mapped.
-    Raises ValueError for anything else.
+    `images` is uint8 (N, C, H, W) or floating-point (N, ...), `targets` int64 (N,), N at least 1; either may be
+    read-only or memory-mapped. Raises ValueError for anything else.
     """
 
-    images: NDArray[np.uint8]
+    images: NDArray[Any]
     targets: NDArray[np.int64]
 
     def __post_init__(self) -> None:
         images, targets = self.images, self.targets
-        if images.dtype != np.uint8 or images.ndim != 4 or 0 in images.shape:
-            raise ValueError(f"images are {images.dtype} {images.shape}, not uint8 (N, C, H, W) with N >= 1")
+        fits = images.ndim >= 2 if is_float(images) else images.dtype == np.uint8 and images.ndim == 4
+        if not fits or 0 in images.shape:
+            raise ValueError(
+                f"images are {images.dtype} {images.shape}, not uint8 (N, C, H, W) or floating-point (N, ...), N >= 1"
+            )
         if targets.dtype != np.int64 or targets.shape != images.shape[:1]:
             raise ValueError(f"targets are {targets.dtype} {targets.shape}, not int64 ({len(images)},)")
 
@@ -33,7 +37,10 @@ class ArrayDataset:
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """A data set in two parts; `mean` and `std` are of each channel of the train images, in pixel units (0..255)."""
+    """A data set in two parts; `mean` and `std` are of each channel of the train images, in pixel units (0..255).
+
+    Floating-point samples are used as they are: their mean is 0 and their std 1.
+    """
 
     name: str
     train: ArrayDataset
@@ -47,22 +54,31 @@ class Data:
         """Data with the mean and std of `train`; ValueError where the parts or the classes do not fit each other."""
         if train.images.shape[1:] != eval.images.shape[1:]:
             raise ValueError(f"{name}: images are {train.images.shape[1:]} in train, {eval.images.shape[1:]} in eval")
+        if train.images.dtype != eval.images.dtype:
+            raise ValueError(f"{name}: images are {train.images.dtype} in train, {eval.images.dtype} in eval")
         for part in (train, eval):
             low, high = int(part.targets.min()), int(part.targets.max())
             if low < 0 or high >= num_classes:
                 raise ValueError(f"{name}: targets are {low}..{high}, not within 0..{num_classes - 1}")
-        mean, std = channel_statistics(train.images)
+        num_channels = train.images.shape[1]
+        mean, std = (0.0,) * num_channels, (1.0,) * num_channels
+        if not is_float(train.images):
+            mean, std = channel_statistics(train.images)
         return cls(name, train, eval, num_classes, mean, std)
 
     @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """(C, H, W)"""
-        _, channels, height, width = self.train.images.shape
-        return channels, height, width
+    def image_shape(self) -> tuple[int, ...]:
+        """Of one sample: (C, H, W), or whatever floating-point samples have."""
+        return self.train.images.shape[1:]
 
     @property
     def num_channels(self) -> int:
         return self.image_shape[0]
+
+
+def is_float(array: NDArray[Any]) -> bool:
+    """Whether the samples are floating-point numbers, which nobody normalises."""
+    return np.issubdtype(array.dtype, np.floating)
 
 
 def channel_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:

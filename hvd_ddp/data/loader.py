@@ -16,7 +16,7 @@ from hvd_ddp.data.sampler import share
 class Batch(NamedTuple):
     """Samples on the device. A stand-in has one sample and `num_samples` 0: it goes through the model, but counts 0."""
 
-    inputs: Tensor  # (n, C, H, W), normalised, in the dtype of training
+    inputs: Tensor  # (n, C, H, W), normalised, or (n, ...) as it is; in the dtype of training
     targets: Tensor  # (n,) int64
     num_samples: int  # n, or 0 for a stand-in
 
@@ -24,10 +24,10 @@ class Batch(NamedTuple):
 class ArrayLoader:
     """Turns indices of `dataset` into batches on `device`.
 
-    Images stay one uint8 tensor: the array itself on the CPU, one copy on an accelerator. `mean` and `std` are per
-    channel, in pixel units. What a sample comes out as does not depend on its batch, bit for bit: a conversion, a
-    subtraction and a division for each pixel, each rounded as IEEE 754 says. Raises ValueError for numbers that do not
-    fit the images.
+    Images stay one tensor: the array itself on the CPU, one copy on an accelerator. `mean` and `std` are per channel,
+    in pixel units; floating-point samples are only converted. What a sample comes out as does not depend on its batch,
+    bit for bit: a conversion, a subtraction and a division for each pixel, each rounded as IEEE 754 says. Raises
+    ValueError for numbers that do not fit the images.
     """
 
     def __init__(
@@ -87,7 +87,9 @@ class ArrayLoader:
         return Batch(self._normalise(self._images[first:last]), self._targets[first:last], last - first)
 
     def _normalise(self, images: Tensor) -> Tensor:
-        """uint8 (n, C, H, W) -> dtype (n, C, H, W), a new tensor."""
+        """A new tensor in the dtype of training; uint8 (n, C, H, W) is normalised, floating-point (n, ...) is not."""
+        if images.is_floating_point():
+            return images.to(self.dtype, copy=True)
         return images.to(self.dtype).sub_(self._mean).div_(self._std)
 
 

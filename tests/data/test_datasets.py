@@ -64,7 +64,8 @@ def test_array_dataset_refuses_other_arrays():
     images, targets = np.zeros((3, 1, 2, 2), np.uint8), np.zeros(3, np.int64)
     assert len(ArrayDataset(images, targets)) == 3
     for bad_images, bad_targets in [
-        (images.astype(np.float32), targets),
+        (images.astype(np.int32), targets),
+        (images.astype(np.float32)[:, 0, 0, 0], targets),
         (images[:, 0], targets),
         (images[:0], targets[:0]),
         (images, targets[:2]),
@@ -85,6 +86,17 @@ def test_data_refuses_parts_that_do_not_fit():
     negative = ArrayDataset(small.images, np.array([0, -1, 1]))
     with pytest.raises(ValueError, match="-1"):
         Data.measure("x", small, negative, 3)
+
+
+def test_floating_point_samples_of_any_shape_are_not_normalised():
+    for shape in ((3, 5), (3, 1, 4, 4), (3, 2, 6)):
+        part = ArrayDataset(np.full(shape, 7, np.float32), np.arange(3))
+        data = Data.measure("x", part, part, 3)
+        assert data.image_shape == shape[1:]
+        assert (data.mean, data.std) == ((0.0,) * shape[1], (1.0,) * shape[1])
+    pixels = ArrayDataset(np.zeros((3, 1, 4, 4), np.uint8), np.arange(3))
+    with pytest.raises(ValueError, match="float32 in train, uint8 in eval"):
+        Data.measure("x", ArrayDataset(np.zeros((3, 1, 4, 4), np.float32), np.arange(3)), pixels, 3)
 
 
 def test_statistics_are_exact_and_per_channel(monkeypatch):

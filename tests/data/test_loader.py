@@ -158,3 +158,19 @@ def test_bad_arguments_are_refused():
         load.evaluation_batches(rank=0, world_size=1, batch_size=0)
     with pytest.raises(ValueError, match="rank"):
         load.evaluation_batches(rank=2, world_size=2)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("shape", [(5,), (2, 3), (3, 4, 4)], ids=str)
+def test_floating_point_samples_come_as_they_are(shape, kind):
+    values = np.random.default_rng(0).standard_normal((9, *shape)).astype(kind)
+    values.flags.writeable = False
+    data = ArrayDataset(values, np.arange(9))
+    load = ArrayLoader(data, mean=[0.0] * shape[0], std=[1.0] * shape[0], device="cpu", dtype=torch.float32)
+    wanted = torch.tensor(values.astype(np.float32))
+    (batch,) = load.micro_batches(np.array([4, 4, 8]), 1)
+    assert torch.equal(batch.inputs, wanted[[4, 4, 8]])
+    (batch,) = load.evaluation_batches(rank=0, world_size=1)
+    assert torch.equal(batch.inputs, wanted)
+    batch.inputs.zero_()  # a model may work in place
+    assert torch.equal(next(load.evaluation_batches(rank=0, world_size=1)).inputs, wanted)
