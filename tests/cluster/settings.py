@@ -34,6 +34,7 @@ def slurm_conf(directory: Path, addresses: dict[str, str], cpus: int, changes: d
         "ProctrackType": "proctrack/linuxproc",
         "TaskPlugin": "task/none",
         "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_Core",  # by default memory counts too, and a job takes all of a node
         "JobAcctGatherType": "jobacct_gather/none",
         "AccountingStorageType": "accounting_storage/none",
         "JobCompType": "jobcomp/none",

@@ -25,12 +25,10 @@ def cluster_for(tmp_path_factory: pytest.TempPathFactory, nodes: int = 2) -> Ite
         yield cluster
 
 
-def submit(
-    cluster: Cluster, folder: Path, *options: str, tasks: int = 1, slurm: tuple[str, ...] = (), **env: str
-) -> Job:
+def submit(cluster: Cluster, folder: Path, *options: str, tasks: int = 1, run_dir: str = "run", **env: str) -> Job:
     """`sbatch slurm/train.sbatch` in `folder` on two nodes with so many tasks each, and the options of `train`."""
-    command = ["sbatch", "--parsable", "-N2", f"--ntasks-per-node={tasks}", *slurm, str(TEMPLATE)]
-    command += ["--threads", "1", "--run-dir", "run", *options]
+    command = ["sbatch", "--parsable", "-N2", f"--ntasks-per-node={tasks}", str(TEMPLATE)]
+    command += ["--threads", "1", "--run-dir", run_dir, *options]
     paths = ":".join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/slurm")))
     result = cluster.run(*command, cwd=folder, **{"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **env})
     assert result.code == 0, result.text
