@@ -35,12 +35,12 @@ class RaisesEarly(Small):
 
 
 class SlowToBuild(Small):
-    """Rank 0 takes nine seconds, as it may for data that it prepares."""
+    """Rank 0 takes eleven seconds, as it may for data that it prepares."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__(num_classes)
         if detect().rank == 0:
-            time.sleep(9.0)
+            time.sleep(11.0)
 
 
 class Slow(Small):

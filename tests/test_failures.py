@@ -12,7 +12,7 @@ import torch
 from launchers import ROOT, Result, assert_none_left, command, run
 
 HOST = socket.gethostname()
-TIMEOUT, MORE = 6, 10  # seconds: of --timeout in these jobs, and what the promise allows on top
+TIMEOUT, MORE = 8, 10  # seconds: of --timeout in these jobs, and what the promise allows on top
 MESSAGE = re.compile(r"hvd_ddp: rank (\d+) on (\S+) (failed|last seen) in (.+?) at step (\d+): (.+)")
 
 # What rank R does in its fifth forward -> what is said of it. `last seen`: by another rank, from its last heartbeat.
@@ -179,7 +179,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_rank_that_pauses_is_waited_for(
     launcher: str, backend: str, rank: int, wanted: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    """Stopped for four of the six seconds: the job goes on as if nothing had been."""
+    """Stopped for half of the time: the job goes on as if nothing had been."""
     result = start(launcher, backend, "Faulty", tmp_path, fault=f"pause@{rank}")
     assert result.code == 0, result.text[-3000:]
     assert time.time() - float((tmp_path / "fault").read_text()) > 4.0, "else it tests nothing"
@@ -199,7 +199,7 @@ def test_after_rank_0_was_killed_the_same_command_goes_on(tmp_path: Path) -> Non
 
 
 def test_work_without_a_bound_is_no_fault(tmp_path: Path) -> None:
-    """Rank 0 prepares something for half as long again as --timeout, and the other waits."""
+    """Rank 0 prepares something for longer than --timeout, and the other waits."""
     result = start("--nproc", "ddp", "SlowToBuild", tmp_path)
     assert result.code == 0, result.text[-3000:]
     assert messages(result) == []

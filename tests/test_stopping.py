@@ -16,7 +16,7 @@ import torch
 from launchers import ROOT, Result, assert_none_left, command, environment, processes, run
 
 TERM, INT, USR2 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR2
-LIMIT = 60.0  # seconds after which a job that was told to stop, or to end, hangs
+LIMIT = 150.0  # seconds after which a job that was told to stop, or to end, hangs
 OPTIONS = ["--threads", "1", "--max-steps", "40", "--global-batch", "240", "--save-every", "1000", "--log-every", "1",
            "--optimizer", "adamw", "--weight-decay", "0.1", "--schedule", "cosine", "--warmup-steps", "6"]  # fmt: skip
 STEPS_PER_EPOCH = 6
