@@ -1,6 +1,7 @@
 """The command line in this process, for tests that need no ranks, and a cluster, for those that need hosts."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from launchers import Result
 from hvd_ddp.main import main
 
 Cli = Callable[..., Result]
+CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Left(BaseException):
@@ -32,10 +34,15 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_
 
     def start(*arguments: str) -> Result:
         capfd.readouterr()
+        handlers = {number: signal.getsignal(number) for number in CAUGHT}
         try:
             code: Any = main(list(arguments))
         except (Left, SystemExit) as end:
             code = end.args[0]
+        finally:
+            signal.set_wakeup_fd(-1)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         return Result(int(code), *capfd.readouterr())
 
     return start
