@@ -22,6 +22,7 @@ from hvd_ddp.errors import FAILED
 from hvd_ddp.job.failure import GONE, Record, interrupted, record, record_of, say, silent
 from hvd_ddp.job.judge import GRACE, PARTING, Judge
 from hvd_ddp.job.line import Line
+from hvd_ddp.job.network import has_link
 from hvd_ddp.job.pulse import Place
 from hvd_ddp.job.rendezvous import Meeting
 from hvd_ddp.job.stop import Agreement, Order
@@ -67,6 +68,7 @@ class _Health:
         self.judge: Judge | None = None
         if self.launch.rank == 0:
             self.judge = Judge(self.launch, self.line, timeout=timeout, here=meeting.pulse.place, speak=self._speak)
+            self.judge.cut_off = self._cut_off
             Agreement(self.line, self.launch.world_size)
         meeting.stop.request = lambda order: self.line.tell_main("please stop", asdict(order))
         self.line.start(beat=self._beat)
@@ -84,10 +86,13 @@ class _Health:
         """Tell rank 0, whose verdict ends this process; without one, speak for itself."""
         place, consequence = self.meeting.pulse.place(), self.meeting.lost_a_peer(error)
         known = record_of(self.launch, place, error, consequence=consequence)
-        self.line.tell_main("failure", known)
-        with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait(NO_ANSWER)
+        if self.launch.world_size > 1:
+            self.line.tell_main("failure", known)
+            with contextlib.suppress(KeyboardInterrupt):
+                threading.Event().wait(NO_ANSWER)
+        self.line.close()
         self._speak(known)
+        self._say_farewell()
         os._exit(known["exit_code"])
 
     # From here on: on the line's thread.
@@ -133,15 +138,23 @@ class _Health:
                 stop.request(Order(meaning.why + by, meaning.exit_code))
 
     def _without_rank_0(self, words: str) -> None:
-        """Rank 0 is at fault. Nobody is left to choose who says so: the first to leave a record does."""
+        """Rank 0 is lost. Nobody is left to choose who says so: the first to leave a record does."""
         if self._verdict is not None:
             os._exit(self._verdict["exit_code"])
-        self._verdict = record(self.launch, 0, self._rank_0, words, seen="last seen in")
+        self._verdict = self._cut_off(0) or record(self.launch, 0, self._rank_0, words, seen="last seen in")
         if not self._speak(self._verdict):
             time.sleep(GRACE)  # a launcher may kill the one that speaks once another has left
         self._kill(0)
         self._say_farewell()
         os._exit(FAILED)
+
+    def _cut_off(self, rank: int) -> Record | None:
+        """Who has lost that rank because its own host has no link is the one that the others have lost."""
+        hosts, interface = self.launch.hosts or (), self.meeting.interface
+        if hosts[rank] == hosts[self.launch.rank] or has_link(interface):
+            return None
+        words = f"its host is cut off: {interface} is down"
+        return record(self.launch, self.launch.rank, self.meeting.pulse.place(), words)
 
     def _end(self, verdict: Record) -> None:
         """The job ends here: leave when all know, for mpirun kills the others 0.5 s after the first has left."""

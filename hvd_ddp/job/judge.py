@@ -34,6 +34,7 @@ class Judge:
     ) -> None:
         self._launch, self._line, self._timeout = launch, line, timeout
         self._own_place, self._speak = here, speak
+        self.cut_off: Callable[[int], Record | None] = lambda rank: None  # why not that rank but this one is lost
         self._places = {rank: Place() for rank in range(launch.world_size)}
         self._moved = dict.fromkeys(self._places, time.monotonic())
         self._reports: list[Record] = []
@@ -52,7 +53,7 @@ class Judge:
         """The connection to a rank is closed."""
         self._gone.add(rank)
         if rank not in self._here:
-            self._report(self._lost(rank, GONE))
+            self._report(self._lost(rank, GONE, gone=[rank]))
         self._release()
 
     def look(self, now: float) -> None:
@@ -60,7 +61,8 @@ class Judge:
         quiet = [rank for rank, heard in self._line.heard.items() if now - heard > self._timeout]
         if quiet:
             rank = quiet[0]
-            self._report(self._lost(rank, silent(now - self._line.heard[rank]) + _with(quiet[1:]), kill=True))
+            words = silent(now - self._line.heard[rank]) + _with(quiet[1:])
+            self._report(self._lost(rank, words, gone=quiet, kill=True))
             return
         if any(place.long for place in self._places.values()):  # the others may be waiting for that one
             self._moved = dict.fromkeys(self._moved, now)
@@ -77,10 +79,11 @@ class Judge:
         words = f"it has stood still for {now - self._moved[rank]:.0f} s{_with(first[1:])}{self._meanwhile(others)}"
         self._report(record(self._launch, rank, self._places[rank], words, still=True))
 
-    def _lost(self, rank: int, words: str, **more: Any) -> Record:
+    def _lost(self, rank: int, words: str, *, gone: list[int], **more: Any) -> Record:
+        if instead := self.cut_off(rank):
+            return instead
         self._places[0] = self._own_place()
-        others = [other for other in self._places if other != rank and other not in self._gone]
-        words += self._meanwhile(self._groups(others))
+        words += self._meanwhile(self._groups([other for other in self._places if other not in self._gone | {*gone}]))
         return record(self._launch, rank, self._places[rank], words, seen="last seen in", **more)
 
     def _groups(self, ranks: list[int]) -> list[list[int]]:

@@ -111,6 +111,12 @@ def source_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
+def has_link(interface: str) -> bool:
+    """Whether this interface is up and has a carrier: without one it is this host that is cut off from the others."""
+    stats = psutil.net_if_stats().get(interface)
+    return stats is not None and bool(stats.isup)
+
+
 def interface_of(address: str) -> str:
     """The interface that has this address."""
     for name, entries in psutil.net_if_addrs().items():

@@ -50,9 +50,7 @@ def test_a_rank_that_never_comes_is_named(two: Cluster, missing: int, tmp_path: 
     tasks = f"[[ $SLURM_PROCID == {missing} ]] && exec sleep 1000; exec {TRAIN} --start-timeout 8"
     script = f"SECONDS=0; srun --kill-on-bad-exit=1 bash -c '{tasks}'; code=$?; echo took $SECONDS s; exit $code"
     job = two.sbatch(script, "-N2", "--ntasks-per-node=1", cwd=tmp_path, **PATHS)
-    state = ends(job, 60)
-    print(job.log)
-    assert state == "FAILED"
+    assert ends(job, 60) == "FAILED", job.log
     said = [line for line in job.log.splitlines() if line.startswith("hvd_ddp: ")]
     assert len(said) == 1
     if missing == 0:
