@@ -2,13 +2,14 @@
 
 import difflib
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from hvd_ddp.errors import FAILED, HvdDDPError
+from hvd_ddp.errors import FAILED, USER_ERROR, HvdDDPError
 from hvd_ddp.job.launch import is_speaker
 
 COMMANDS = {
@@ -34,12 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_speaker() or not error.everywhere:
             print(f"hvd_ddp: {error}", file=sys.stderr)
         else:
-            time.sleep(SILENCE)
+            _be_silent(error.exit_code)
         return error.exit_code
     except SystemExit as end:  # of the parser, which has said why on the rank that speaks
         if end.code and not is_speaker():
-            time.sleep(SILENCE)
+            _be_silent(USER_ERROR)
         raise
+
+
+def _be_silent(code: int) -> None:
+    """Let rank 0 speak. srun --kill-on-bad-exit sends TERM when the first has left, and would then report 143."""
+    before = signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+    time.sleep(SILENCE)
+    signal.signal(signal.SIGTERM, before)
 
 
 def _command(name: str) -> Any:

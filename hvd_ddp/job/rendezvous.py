@@ -106,8 +106,7 @@ def _host(launch: Launch, channel: Channel, *, hello: dict[str, Any], deadline: 
     token = secrets.token_bytes(32)
     guests = Guests(token, launch.world_size)
     guests.hellos[0] = hello
-    alone = launch.local_world_size == launch.world_size
-    listeners = [listen(address) for address in ([LOOPBACK] if alone else addresses(launch.interfaces))]
+    listeners = [listen(address) for address in _doors(launch, hello)]
     doors = [listener.getsockname()[:2] for listener in listeners]
     channel.offer(write_card(doors, token))
     try:
@@ -125,6 +124,17 @@ def _host(launch: Launch, channel: Channel, *, hello: dict[str, Any], deadline: 
     except BaseException:
         guests.close()
         raise
+
+
+def _doors(launch: Launch, hello: dict[str, Any]) -> list[str]:
+    """Addresses for the others to come to; where the user's interfaces are not here, any, so that all hear of it."""
+    if launch.local_world_size == launch.world_size:
+        return [LOOPBACK]
+    try:
+        return addresses(launch.interfaces)
+    except HvdDDPError as error:
+        hello["error"] = hello["error"] or str(error)
+        return addresses()
 
 
 def _problem(hellos: list[dict[str, Any]], missing: list[int], launch: Launch) -> tuple[str, bool] | None:
