@@ -17,9 +17,17 @@ from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.resume import has_checkpoints
 
 
-def load_data(name: str, data_dir: Path | None, backend: Backend) -> Data:
-    """The data set of that name; if one rank can't read it, no rank goes on."""
-    return backend.together(lambda: datasets.load(name, data_dir))
+def load_data(name: str, data_dir: Path | None, backend: Backend, *, stage: Path | None = None) -> Data:
+    """The data set of that name; if one rank can't read it, no rank goes on.
+
+    What can be packed is packed once, by rank 0, and mapped by all; with `stage`, copied to that folder once a node.
+    """
+    backend.on_main(lambda: datasets.pack(name, data_dir))
+    if stage is None:
+        return backend.together(lambda: datasets.load(name, data_dir))
+    first = backend.launch.local_rank == 0
+    backend.together(lambda: datasets.stage(name, data_dir, stage) if first else None)
+    return backend.together(lambda: datasets.load_staged(name, stage))
 
 
 def load_model(config: TrainConfig, data: Data, backend: Backend) -> nn.Module:

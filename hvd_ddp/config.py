@@ -40,9 +40,12 @@ class TrainConfig:
 
     # data and model
     data: str = "digits"
-    """digits or fashion_mnist."""
+    """digits, fashion_mnist, cifar10, cifar100, synthetic:CxHxW:CLASSES:SIZE, or module:factory with factory(data_dir)
+    -> (train, eval) or (train, eval, num_classes)."""
     data_dir: Path | None = free(None)
-    """Folder of the data set's files."""
+    """Folder of the data set's files, and of its packed form."""
+    stage: Path | None = free(None)
+    """Folder on a disk of the node: the packed data is copied there once a node, verified, and used from there."""
     model: str = "convnet"
     """convnet, or module:factory with factory(num_classes) -> nn.Module."""
     init: Path | None = None

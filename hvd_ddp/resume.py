@@ -34,8 +34,8 @@ def default_directory(config: TrainConfig, launch: Launch) -> Path:
         return config.run_dir
     if launch.scheduler_job is not None:
         return Path("runs") / f"job-{launch.scheduler_job}"
-    model = config.model.replace(":", "-").replace("/", "-")
-    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.data}-{model}"
+    names = f"{config.data}-{config.model}".replace(":", "-").replace("/", "-")
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{names}"
 
 
 def has_checkpoints(config: TrainConfig, launch: Launch) -> bool:

@@ -113,7 +113,7 @@ def _config(options: Options, state: dict[str, Any], origin: str) -> TrainConfig
     for name in ("data", "data_dir", "precision"):
         if getattr(options, name) is not None:
             values[name] = getattr(options, name)
-    values["init"] = None
+    values["init"] = values["stage"] = None
     if values.get("data_dir") is not None:
         values["data_dir"] = Path(values["data_dir"])
     return TrainConfig(**values)

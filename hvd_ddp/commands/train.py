@@ -30,7 +30,7 @@ NO_TIMEOUT = 7 * 86400.0  # seconds: of collectives; the health of the job knows
 
 DESCRIPTION = """Train a model on one rank or thousands, under DDP or Horovod.
 
-Other commands: evaluate, install-horovod (each with --help)."""
+Other commands: evaluate, data, install-horovod (each with --help)."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _train(config: TrainConfig) -> int:
         if config.stop_before is not None:
             _stop_before(config.stop_before, backend)
         with backend.meeting.pulse.long_work("loading data"):
-            data = load_data(config.data, config.data_dir, backend)
+            data = load_data(config.data, config.data_dir, backend, stage=config.stage)
         with backend.meeting.pulse.long_work("building the model"):
             model = load_model(config, data, backend)
             optimizer = build(config, model.parameters())  # imports torch._dynamo: some 900 files

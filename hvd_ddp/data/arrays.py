@@ -57,9 +57,7 @@ class Data:
         if train.images.dtype != eval.images.dtype:
             raise ValueError(f"{name}: images are {train.images.dtype} in train, {eval.images.dtype} in eval")
         for part in (train, eval):
-            low, high = int(part.targets.min()), int(part.targets.max())
-            if low < 0 or high >= num_classes:
-                raise ValueError(f"{name}: targets are {low}..{high}, not within 0..{num_classes - 1}")
+            check_targets(name, part, num_classes)
         num_channels = train.images.shape[1]
         mean, std = (0.0,) * num_channels, (1.0,) * num_channels
         if not is_float(train.images):
@@ -74,6 +72,13 @@ class Data:
     @property
     def num_channels(self) -> int:
         return self.image_shape[0]
+
+
+def check_targets(name: str, part: ArrayDataset, num_classes: int) -> None:
+    """ValueError for a class outside 0..num_classes-1."""
+    low, high = int(part.targets.min()), int(part.targets.max())
+    if low < 0 or high >= num_classes:
+        raise ValueError(f"{name}: targets are {low}..{high}, not within 0..{num_classes - 1}")
 
 
 def is_float(array: NDArray[Any]) -> bool:

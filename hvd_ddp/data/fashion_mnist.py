@@ -5,7 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from hvd_ddp.data.arrays import ArrayDataset, Data
+from hvd_ddp.data.folder import translated
 from hvd_ddp.data.idx import read_idx
+from hvd_ddp.data.source import fetch
 from hvd_ddp.errors import HvdDDPError
 
 _NUM_CLASSES = 10
@@ -41,6 +43,25 @@ def load_fashion_mnist(data_dir: Path | None) -> Data:
             f"Use files of one data set. {_SOURCES}"
         )
     return Data.measure("fashion_mnist", train, evaluation, _NUM_CLASSES)
+
+
+def find_files(data_dir: Path) -> list[Path]:
+    """The four files; nothing where one is missing."""
+    try:
+        return list(_find(data_dir).values())
+    except HvdDDPError:
+        return []
+
+
+def download(data_dir: Path) -> None:
+    """Fetch the four files into DIR/FashionMNIST/raw, checked against their published MD5. Raises HvdDDPError."""
+    from torchvision.datasets import FashionMNIST
+
+    folder = data_dir / "FashionMNIST" / "raw"
+    with translated(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, checksum in FashionMNIST.resources:
+        fetch(FashionMNIST.mirrors[0] + name, folder / name, checksum)
 
 
 def _find(data_dir: Path) -> dict[str, Path]:

@@ -115,7 +115,7 @@ def test_statistics_are_exact_and_per_channel(monkeypatch):
 
 
 def test_names():
-    assert list(DATASETS) == ["digits", "fashion_mnist"]
+    assert list(DATASETS) == ["digits", "fashion_mnist", "cifar10", "cifar100"]
     refused(lambda: load("fasion-mnist"), "`fasion-mnist`", "Did you mean `fashion_mnist`?", "`digits`")
     assert "Did you mean" not in refused(lambda: load("zzz"), "`digits`, `fashion_mnist`")
 
