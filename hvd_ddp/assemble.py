@@ -33,7 +33,7 @@ def load_data(name: str, data_dir: Path | None, backend: Backend, *, stage: Path
 def load_model(config: TrainConfig, data: Data, backend: Backend) -> nn.Module:
     """The model with its first weights: from --seed, or from --init where no checkpoint will replace them."""
     torch.manual_seed(config.seed)
-    model = backend.together(lambda: models.build(config.model, data.num_classes, data.num_channels))
+    model = backend.together(lambda: models.build(config.model, data.num_classes, data.image_shape))
     if config.init is not None and not backend.on_main(lambda: has_checkpoints(config, backend.launch)):
         load_weights(model, config.init, backend)
     return model
@@ -76,4 +76,10 @@ def check(config: TrainConfig, data: Data, world_size: int) -> None:
             f"--global-batch is `{config.global_batch}`, for {world_size} ranks with --accumulate "
             f"{config.accumulate}: some micro-batches would be empty in every step. Use a --global-batch of at least "
             f"{world_size * config.accumulate}, or fewer ranks."
+        )
+    last = len(data.train) % config.global_batch
+    if config.sync_bn and 0 < last < world_size * config.accumulate:
+        raise HvdDDPError(
+            f"--sync-bn needs a sample of every rank in each micro-batch, but the last step of an epoch has `{last}` "
+            f"for {world_size} ranks with --accumulate {config.accumulate}. Use another --global-batch, or fewer ranks."
         )

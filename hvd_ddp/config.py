@@ -47,7 +47,10 @@ class TrainConfig:
     stage: Path | None = free(None)
     """Folder on a disk of the node: the packed data is copied there once a node, verified, and used from there."""
     model: str = "convnet"
-    """convnet, or module:factory with factory(num_classes) -> nn.Module."""
+    """convnet; resnet18 (its form for 32x32 where images have up to 64 pixels a side); any classification model of
+    torchvision by name; or module:factory with factory(num_classes) -> nn.Module."""
+    sync_bn: bool = False
+    """BatchNorm over the samples of all ranks, not of each: for few samples a rank."""
     init: Path | None = None
     """Checkpoint or state dict to take the first weights from (nothing else of it)."""
 

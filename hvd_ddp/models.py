@@ -10,6 +10,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hvd_ddp.errors import HvdDDPError
@@ -37,13 +38,16 @@ class ConvNet(nn.Module):
         return outputs
 
 
-MODELS: dict[str, Callable[[int, int], nn.Module]] = {"convnet": ConvNet}
+SMALL = 64  # pixels a side up to which resnet18 has the stem for small images
+_WITHOUT_SIDE_OUTPUTS = {"aux_logits": False, "init_weights": True}
+_EXTRA: dict[str, dict[str, bool]] = {"googlenet": _WITHOUT_SIDE_OUTPUTS, "inception_v3": _WITHOUT_SIDE_OUTPUTS}
 
 
-def build(name: str, num_classes: int, in_channels: int) -> nn.Module:
-    """The model of that name, or what `module:factory` makes of `num_classes`. Raises HvdDDPError."""
-    if name in MODELS:
-        return MODELS[name](num_classes, in_channels)
+def build(name: str, num_classes: int, shape: tuple[int, ...]) -> nn.Module:
+    """The model of that name for samples of `shape`, or what `module:factory` makes of `num_classes`.
+
+    Raises HvdDDPError for an unknown name, and for a model that can't take such samples.
+    """
     if ":" in name:
         factory = load_factory("--model", name)
         try:
@@ -58,11 +62,70 @@ def build(name: str, num_classes: int, in_channels: int) -> nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise HvdDDPError(f"--model `{name}` made a model without a parameter to train. Return one that has some.")
         return model
-    near = difflib.get_close_matches(name, MODELS, 1)
-    raise HvdDDPError(
-        f"--model is `{name}`, which is none of: {', '.join(MODELS)}, or module:factory."
-        + (f" Did you mean {near[0]}?" if near else "")
+    if name != "convnet" and name not in (names := _torchvision_names()):
+        near = difflib.get_close_matches(name, ["convnet", *names], 1)
+        raise HvdDDPError(
+            f"--model is `{name}`, which is none of: convnet, or module:factory, or a classification model of "
+            f"torchvision ({', '.join(names[:3])}, ...)." + (f" Did you mean {near[0]}?" if near else "")
+        )
+    if len(shape) != 3:
+        raise HvdDDPError(
+            f"--model {name} takes images, (channels, height, width), and these samples have the shape `{shape}`. Use "
+            "--model module:factory with a model of your own."
+        )
+    return ConvNet(num_classes, shape[0]) if name == "convnet" else _from_torchvision(name, num_classes, shape)
+
+
+def _torchvision_names() -> list[str]:
+    from torchvision import models as vision  # 1.4 s and 164 MB: only where it is used
+
+    return list(vision.list_models(module=vision))  # its own level: detection, video and so on have modules below
+
+
+def _from_torchvision(name: str, num_classes: int, shape: tuple[int, ...]) -> nn.Module:
+    """Without weights; the first convolution takes as many channels as there are."""
+    from torchvision import models as vision
+
+    extra: dict[str, Any] = dict(_EXTRA.get(name, {}))
+    if name.startswith("vit_"):
+        extra["image_size"] = shape[1]
+    try:
+        model: nn.Module = vision.get_model(name, weights=None, num_classes=num_classes, **extra)
+        if name == "resnet18" and max(shape[1:]) <= SMALL:
+            _small_stem(model, shape[0])
+        elif shape[0] != 3:
+            _first_convolution(model, shape[0])
+        model.eval()
+        with torch.no_grad():
+            outputs = model(torch.zeros(1, *shape))
+        assert outputs.shape == (1, num_classes)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise HvdDDPError(
+            f"--model {name} can't take images of the shape `{shape}`: `{' '.join(str(error).split())[:200]}`. Use "
+            "larger images or another model."
+        ) from error
+    return model.train()
+
+
+def _small_stem(model: Any, channels: int) -> None:
+    """ResNet for 32x32 (He et al. 2015, section 4.2): 3x3 with stride 1 in front, and no pooling."""
+    model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision's others
+    model.maxpool = nn.Identity()
+
+
+def _first_convolution(model: nn.Module, channels: int) -> None:
+    path, old = next((path, module) for path, module in model.named_modules() if isinstance(module, nn.Conv2d))
+    new = nn.Conv2d(
+        channels,
+        old.out_channels,
+        old.kernel_size,  # type: ignore[arg-type]
+        stride=old.stride,  # type: ignore[arg-type]
+        padding=old.padding,  # type: ignore[arg-type]
+        bias=old.bias is not None,
     )
+    parent, _, attribute = path.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, new)
 
 
 def load_factory(option: str, name: str) -> Callable[..., Any]:

@@ -52,6 +52,7 @@ class Trainer:
         self.pulse, self.stop = backend.meeting.pulse, backend.meeting.stop
         self.task = task or Classification(config.label_smoothing)
         self.precision = Precision(config.precision, backend.device)
+        model = backend.sync_batchnorm(model) if config.sync_bn else model
         self.model = model.to(backend.device, self.precision.dtype)
         self.wrapped, self.optimizer = backend.prepare(
             self.model,

@@ -764,8 +764,8 @@ def test_no_process_is_left() -> None:
 
 
 def test_a_command_that_is_none(cli: Cli) -> None:
-    refused(cli("trian"), "`trian`", "train, evaluate, install-horovod", "Did you mean train?")
-    refused(cli("3"), "`3`", "train, evaluate, install-horovod")
+    refused(cli("trian"), "`trian`", "train, evaluate, data, install-horovod", "Did you mean train?")
+    refused(cli("3"), "`3`", "train, evaluate, data, install-horovod")
 
 
 def test_nobody_reads_on() -> None:

@@ -10,8 +10,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from hvd_ddp.backends.sync_bn import synchronized
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch
 from hvd_ddp.job.rendezvous import Meeting
@@ -70,6 +72,15 @@ class Backend(ABC):
         State of the optimizer is lost: load it afterwards. `accumulate` is the largest number of backward passes
         before a `synchronize`.
         """
+
+    def sync_batchnorm(self, model: nn.Module) -> nn.Module:
+        """The model with BatchNorm over the samples of all ranks, for `prepare`; parameters stay the same objects.
+
+        Every rank then needs a sample in each forward. Raises HvdDDPError for a model that has no BatchNorm.
+        """
+        if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+            raise HvdDDPError("--sync-bn: the model has no BatchNorm layer, so nothing would change. Leave it out.")
+        return synchronized(model, self.all_reduce) if self.launch.world_size > 1 else model
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         """Context for every micro-batch but the last of a step."""

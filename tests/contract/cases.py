@@ -116,6 +116,16 @@ CASES = {
         {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1, "precision": "fp64", "find_unused_parameters": True,
          "accumulate": 2},
     ),
+    "fp64_sync_bn": (  # 52: the last step has a sample for each of 4 ranks
+        "Normed", 52,
+        {"optimizer": "sgd", "lr": 0.05, "weight_decay": 0.01, "precision": "fp64", "clip_norm": 0.5, "sync_bn": True},
+    ),
     "fp32_sgd": ("Plain", 50, {"optimizer": "sgd", "lr": 0.05, "weight_decay": 0.02}),
 }  # fmt: skip
-ONE_PROCESS = ["fp64_sgd", "fp64_adamw", "fp64_unused", "fp32_sgd"]  # compared with one process at any number of ranks
+ONE_PROCESS = [
+    "fp64_sgd",
+    "fp64_adamw",
+    "fp64_unused",
+    "fp64_sync_bn",
+    "fp32_sgd",
+]  # compared with one process at any number of ranks

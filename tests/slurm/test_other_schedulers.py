@@ -136,7 +136,7 @@ def test_apptainer_gets_every_rank(cluster: Cluster, wanted: dict) -> None:
     path = stand_in(cluster.folder, "apptainer", '[[ $1 == exec && $2 == my.sif ]] && shift 2 && IN_IMAGE=1 exec "$@"')
     (cluster.folder / "pictures.py").write_text(
         "import os\nfrom hvd_ddp.models import build\n\n\ndef model(num_classes):\n"
-        "    assert os.environ['IN_IMAGE'] == '1'\n    return build('convnet', num_classes, 1)\n"
+        "    assert os.environ['IN_IMAGE'] == '1'\n    return build('convnet', num_classes, (1, 8, 8))\n"
     )
     script = ROOT / "slurm/container.sbatch"
     arguments = ["sbatch", "--parsable", "--ntasks-per-node=1", str(script), *STEPS, "--threads", "1",
