@@ -763,6 +763,26 @@ def test_no_process_is_left() -> None:
     assert left == []
 
 
+def test_a_recipe_that_is_none(cli: Cli, nothing: Path) -> None:
+    at = [*FAST, "--run-dir", str(nothing)]
+    refused(
+        cli("--config", "cifar10", *at), "neither a file nor one of the recipes: cifar100", "Did you mean cifar100?"
+    )
+    refused(cli("--config", "cifar100", *at), "Data set `cifar100` is read from files", "data prepare cifar100")
+
+
+@pytest.mark.parametrize("name", ["cifar100", "fashion_mnist", "cifar10_resnet18", "imagenet_resnet50"])
+def test_a_recipe(name: str, cli: Cli, tmp_path: Path) -> None:
+    """A file of that name in the working directory comes first; the command line wins over both."""
+    text = (ROOT / f"hvd_ddp/recipes/{name}.yaml").read_text()
+    assert re.search("Not run here|Reached", text)
+    for line in (line for line in text.splitlines() if not line.startswith("#")):
+        assert line in cli("--config", name, "--print-config").out
+    assert "seed: 7" in cli("--config", name, "--seed", "7", "--print-config").out
+    (tmp_path / "cwd" / name).write_text("seed: 8")
+    assert "seed: 8" in cli("--config", name, "--print-config").out
+
+
 def test_a_command_that_is_none(cli: Cli) -> None:
     refused(cli("trian"), "`trian`", "train, evaluate, data, install-horovod", "Did you mean train?")
     refused(cli("3"), "`3`", "train, evaluate, data, install-horovod")

@@ -35,7 +35,7 @@ def test_the_default_training_under_real_horovod(tmp_path: Path) -> None:
     assert re.search(r"finished: 276 steps in .* accuracy 0\.9\d+, loss 0\.\d+; runs/", last)
 
 
-@pytest.mark.parametrize("word", ["runs/first", "options.yaml"])
+@pytest.mark.parametrize("word", ["runs/first", "options.yaml", "data prepare"])
 def test_commands(word: str, tmp_path: Path) -> None:
     shell = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment()['PATH']}"}
     for line in block(word):
@@ -65,7 +65,14 @@ def test_the_package_has_its_data(tmp_path: Path) -> None:
     subprocess.run(command, cwd=tmp_path, env=environment(), check=True, timeout=200)
     (wheel,) = (tmp_path / "wheels").iterdir()
     names = zipfile.ZipFile(wheel).namelist()
-    for wanted in ("data/digits.npz", "data/DIGITS.md", "py.typed", "job/launch.py", "commands/train.py"):
+    for wanted in (
+        "data/digits.npz",
+        "data/DIGITS.md",
+        "py.typed",
+        "job/launch.py",
+        "commands/train.py",
+        "recipes/cifar100.yaml",
+    ):
         assert f"hvd_ddp/{wanted}" in names
     assert not [name for name in names if name.startswith("tests")]
 

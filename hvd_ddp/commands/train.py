@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 NO_TIMEOUT = 7 * 86400.0  # seconds: of collectives; the health of the job knows better who keeps whom waiting
 
+RECIPES = Path(__file__).parent.parent / "recipes"
+
 DESCRIPTION = """Train a model on one rank or thousands, under DDP or Horovod.
 
 Other commands: evaluate, data, install-horovod (each with --help)."""
@@ -38,7 +40,8 @@ class Options(TrainConfig):
     """Options that are not part of the run."""
 
     config: Path | None = None
-    """YAML file with any of these options, with underscores; the command line wins."""
+    """YAML file with any of these options, with underscores, or the name of a recipe of the package; the command line
+    wins."""
     print_config: bool = False
     """Print the whole configuration as YAML and stop."""
 
@@ -86,7 +89,22 @@ def _config_file(arguments: list[str]) -> Path | None:
     return None
 
 
+def _recipe(path: Path) -> Path:
+    """The file itself, or the recipe of that name, which is a word without a dot or slash."""
+    if path.is_file() or path.name != str(path) or path.suffix:
+        return path
+    recipes = {recipe.stem: recipe for recipe in sorted(RECIPES.glob("*.yaml"))}
+    if path.name not in recipes:
+        near = difflib.get_close_matches(path.name, recipes, 1)
+        raise HvdDDPError(
+            f"--config is `{path}`, which is neither a file nor one of the recipes: {', '.join(recipes)}."
+            + (f" Did you mean {near[0]}?" if near else "")
+        )
+    return recipes[path.name]
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
+    path = _recipe(path)
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
