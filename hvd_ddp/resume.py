@@ -122,10 +122,11 @@ def _may_go_on(config: TrainConfig, state: dict[str, Any], *, origin: str, total
 def _same_run(config: TrainConfig, saved: dict[str, Any], origin: str) -> None:
     for name, value in config.to_dict().items():
         if not may_change(name) and name in saved and saved[name] != value:
-            flag = "--" + name.replace("_", "-")
+            flag, before = name.replace("_", "-"), saved[name]
+            remedy = f"--{flag} {before}" if not isinstance(before, bool) else f"--{flag}" if before else f"--no-{flag}"
             raise HvdDDPError(
                 f"{origin} was written with {name} `{saved[name]}`, this run has `{value}`: it would not be the same "
-                f"training any more. Use {flag} {saved[name]}, or another --run-dir."
+                f"training any more. Use {remedy}, or another --run-dir."
             )
 
 

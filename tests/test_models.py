@@ -1,15 +1,17 @@
 """Names -> models: the number of classes, the channels, and what can't be."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from test_bad_input import refused
 from torch import nn
 from torchvision import models as vision
 
+from hvd_ddp.backends.base import Backend
 from hvd_ddp.backends.sync_bn import SyncBatchNorm, synchronized
 from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.job.launch import Launch
 from hvd_ddp.models import build
 
 NAMES = vision.list_models(module=vision)
@@ -70,10 +72,10 @@ def test_what_can_not_be(name: str, shape: tuple[int, ...], wanted: str) -> None
     assert wanted in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_sync_bn_without_batchnorm(cli, tmp_path: Path) -> None:
-    refused(
-        cli("--sync-bn", "--max-steps", "1", "--run-dir", str(tmp_path / "r")), "no BatchNorm layer", "Leave it out"
-    )
+def test_sync_bn_without_batchnorm() -> None:
+    backend = SimpleNamespace(launch=Launch(world_size=2), all_reduce=torch.clone)
+    with pytest.raises(HvdDDPError, match=r"no BatchNorm layer, so nothing would change. Leave it out"):
+        Backend.sync_batchnorm(backend, nn.Linear(2, 2))
 
 
 def test_sync_bn_with_too_few_samples_in_the_last_step(tmp_path: Path) -> None:

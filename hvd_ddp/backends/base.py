@@ -76,11 +76,14 @@ class Backend(ABC):
     def sync_batchnorm(self, model: nn.Module) -> nn.Module:
         """The model with BatchNorm over the samples of all ranks, for `prepare`; parameters stay the same objects.
 
-        Every rank then needs a sample in each forward. Raises HvdDDPError for a model that has no BatchNorm.
+        Every rank then needs a sample in each forward. One rank has nothing to share; for several, HvdDDPError for a
+        model that has no BatchNorm.
         """
+        if self.launch.world_size == 1:
+            return model
         if not any(isinstance(module, _BatchNorm) for module in model.modules()):
             raise HvdDDPError("--sync-bn: the model has no BatchNorm layer, so nothing would change. Leave it out.")
-        return synchronized(model, self.all_reduce) if self.launch.world_size > 1 else model
+        return synchronized(model, self.all_reduce)
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         """Context for every micro-batch but the last of a step."""
