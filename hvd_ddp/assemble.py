@@ -56,9 +56,9 @@ def read_weights(path: Path) -> bytes:
 
 
 def fit_weights(model: nn.Module, state: dict[str, Any], origin: str) -> None:
-    """Load the weights; HvdDDPError where names or shapes are not the model's."""
+    """Load the weights, averaged ones where there are; HvdDDPError where names or shapes are not the model's."""
     try:
-        model.load_state_dict(state.get("model", state))
+        model.load_state_dict({**state["model"], **state.get("ema", {})} if "model" in state else state)
     except (RuntimeError, AttributeError, TypeError) as error:
         said = " ".join(str(error).split())
         raise HvdDDPError(f"The weights in `{origin}` do not fit the model: {said[:300]}") from error

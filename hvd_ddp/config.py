@@ -51,6 +51,8 @@ class TrainConfig:
     torchvision by name; or module:factory with factory(num_classes) -> nn.Module."""
     sync_bn: bool = False
     """BatchNorm over the samples of all ranks, not of each: for few samples a rank."""
+    ema: float | None = None
+    """Keep a moving average of the parameters with this decay (such as 0.999), evaluate and save it beside them."""
     init: Path | None = None
     """Checkpoint or state dict to take the first weights from (nothing else of it)."""
 
@@ -139,6 +141,8 @@ class TrainConfig:
             raise ValueError(f"--seed is `{self.seed}`. Give a whole number from 0 to 2**64 - 1.")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"--clip-norm is `{self.clip_norm}`: every step would be zero. Give a number above 0.")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"--ema is `{self.ema}`. Give a number between 0 and 1, such as 0.999.")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"--label-smoothing is `{self.label_smoothing}`. Give a number from 0 to below 1.")
         if self.backend == "ddp" and self.transport == "mpi":

@@ -20,6 +20,7 @@ from hvd_ddp.config import TrainConfig
 from hvd_ddp.data.arrays import Data
 from hvd_ddp.data.loader import ArrayLoader, Batch
 from hvd_ddp.data.sampler import GlobalBatchSampler
+from hvd_ddp.ema import Average, NoAverage
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.evaluation import evaluate
 from hvd_ddp.metrics import Sums
@@ -60,6 +61,7 @@ class Trainer:
             accumulate=config.accumulate,
             find_unused_parameters=config.find_unused_parameters,
         )
+        self.average = NoAverage() if config.ema is None else Average(self.model, config.ema)
         self.step = self.updates = 0
         self.steps_per_epoch = -(-len(data.train) // config.global_batch)
         self.total_steps = config.max_steps or config.epochs * self.steps_per_epoch
@@ -138,6 +140,7 @@ class Trainer:
             self.precision.unscale(self.optimizer)
             self._grad_norm = self._clip()
             self.updates += self.precision.step(self.optimizer)
+        self.average.update(self.updates)
         self.optimizer.zero_grad()
         self.step += 1
         pulse.step = self.step
@@ -170,12 +173,16 @@ class Trainer:
         Empty when the job is told to stop meanwhile.
         """
         self._average_buffers()
-        return evaluate(self.model, self._loaders[1], task=self.task, precision=self.precision, backend=self.backend)
+        with self.average.applied():
+            return evaluate(
+                self.model, self._loaders[1], task=self.task, precision=self.precision, backend=self.backend
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """All that goes on in another process needs, in plain types."""
         return {
             "model": self.model.state_dict(),
+            "ema": self.average.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
             "progress": {"step": self.step, "updates": self.updates, "evaluated_at": self._evaluated_at},
@@ -187,6 +194,7 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()` of any number of ranks and any backend."""
         self.model.load_state_dict(state["model"])
+        self.average.load_state_dict(state.get("ema", {}))
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.scaler.load_state_dict(state["scaler"])
         progress = state["progress"]

@@ -16,7 +16,7 @@ LAYERS = [
     {"errors", "config"},
     {"job", "horovod_build"},
     {"backends"},
-    {"data", "models", "precision", "optim", "tasks", "log"},
+    {"data", "models", "precision", "optim", "ema", "tasks", "log"},
     {"metrics", "checkpoint", "lock", "evaluation"},
     {"resume"},
     {"run", "assemble"},
