@@ -15,7 +15,7 @@ ROOT = HERE.parents[2]
 
 
 def pss() -> int:
-    """Bytes, of this process, without the files of libraries: what they count depends on who else uses them just now."""
+    """Bytes, of this process, without the files of libraries: what those count depends on who else uses them."""
     total, counts = 0, True
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, _, value = line.partition(" ")
