@@ -1,10 +1,11 @@
 """Which samples each rank uses in each step: a pure function of a few numbers, with no state between epochs."""
 
-import hashlib
 from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hvd_ddp.data.permutation import permutation
 
 
 def share(total: int, rank: int, world_size: int) -> slice:
@@ -25,8 +26,9 @@ class GlobalBatchSampler:
     """The steps of one epoch, as one rank sees them.
 
     Step s uses the positions [s*G, (s+1)*G) of the epoch's permutation, G being `global_batch`, and each rank its share
-    of them: the order depends on (seed, epoch) alone. The last step has what is left. Iterating gives steps `start`
-    onwards; it may be done again and gives the same. Raises ValueError for numbers that make no sense.
+    of them: the order depends on (seed, epoch) alone. The last step has what is left. Of a large set this computes only
+    this rank's share of each step. Iterating gives steps `start` onwards; it may be done again and gives the same.
+    Raises ValueError for numbers that make no sense.
     """
 
     def __init__(
@@ -51,16 +53,7 @@ class GlobalBatchSampler:
         """Per step: the indices of this rank's samples, int64 (n,), n may be 0; and how many samples all ranks use."""
         order = permutation(self.num_samples, self.seed, self.epoch)
         for step in range(self.start, len(self)):
-            batch = order[step * self.global_batch : (step + 1) * self.global_batch]
-            yield batch[share(len(batch), self.rank, self.world_size)], len(batch)
-
-
-def permutation(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of the samples in that epoch, int64 (num_samples,). Leaves torch's global generator alone."""
-    import torch
-
-    digest = hashlib.blake2b(f"hvd_ddp order {seed} {epoch}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-    # The device is named, for torch.set_default_device would move it.
-    order: NDArray[np.int64] = torch.randperm(num_samples, generator=generator, device="cpu").numpy()
-    return order
+            first = step * self.global_batch
+            total = min(self.global_batch, self.num_samples - first)
+            part = share(total, self.rank, self.world_size)
+            yield order[first + part.start : first + part.stop], total
