@@ -12,7 +12,7 @@ from hvd_ddp import checkpoint, models
 from hvd_ddp.backends.base import Backend
 from hvd_ddp.config import TrainConfig
 from hvd_ddp.data import datasets
-from hvd_ddp.data.arrays import Data
+from hvd_ddp.data.arrays import Data, is_float
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.resume import has_checkpoints
 
@@ -66,6 +66,11 @@ def fit_weights(model: nn.Module, state: dict[str, Any], origin: str) -> None:
 
 def check(config: TrainConfig, data: Data, world_size: int) -> None:
     """Raise HvdDDPError for options that do not fit the data or the number of ranks."""
+    if config.augment != "none" and is_float(data.train.images):
+        raise HvdDDPError(
+            f"--augment is `{config.augment}`, but the samples of {data.name} are `{data.train.images.dtype}`: only "
+            "uint8 images can be cropped and flipped. Use --augment none."
+        )
     if len(data.train) < config.global_batch:
         raise HvdDDPError(
             f"--global-batch is `{config.global_batch}`, but {data.name} has `{len(data.train)}` training samples: not "

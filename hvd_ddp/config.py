@@ -11,6 +11,7 @@ from typing import Any, Literal
 BackendName = Literal["auto", "ddp", "horovod", "local"]
 TransportName = Literal["auto", "nccl", "gloo", "mpi"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+AugmentName = Literal["none", "standard"]
 OptimizerName = Literal["sgd", "adam", "adamw"]
 ScheduleName = Literal["constant", "cosine", "step"]
 SignalName = Literal["USR1", "USR2", "HUP", "ALRM", "URG", "CONT"]
@@ -46,6 +47,8 @@ class TrainConfig:
     """Folder of the data set's files, and of its packed form."""
     stage: Path | None = free(None)
     """Folder on a disk of the node: the packed data is copied there once a node, verified, and used from there."""
+    augment: AugmentName = "none"
+    """Changes of the training images. standard: random crop after padding by an eighth, and flip (digits: no flip)."""
     model: str = "convnet"
     """convnet; resnet18 (its form for 32x32 where images have up to 64 pixels a side); any classification model of
     torchvision by name; or module:factory with factory(num_classes) -> nn.Module."""

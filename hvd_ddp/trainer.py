@@ -18,6 +18,7 @@ from hvd_ddp.assemble import check
 from hvd_ddp.backends.base import Backend, average_buffers
 from hvd_ddp.config import TrainConfig
 from hvd_ddp.data.arrays import Data
+from hvd_ddp.data.augment import choose
 from hvd_ddp.data.loader import ArrayLoader, Batch
 from hvd_ddp.data.sampler import GlobalBatchSampler
 from hvd_ddp.ema import Average, NoAverage
@@ -65,8 +66,9 @@ class Trainer:
         self.step = self.updates = 0
         self.steps_per_epoch = -(-len(data.train) // config.global_batch)
         self.total_steps = config.max_steps or config.epochs * self.steps_per_epoch
+        augment = choose(config.augment, data, seed=config.seed)
         self._loaders = [
-            ArrayLoader(part, mean=data.mean, std=data.std, device=backend.device, dtype=self.precision.dtype)
+            ArrayLoader(part, augment, mean=data.mean, std=data.std, device=backend.device, dtype=self.precision.dtype)
             for part in (data.train, data.eval)
         ]
         self._norms = [module for module in self.model.modules() if isinstance(module, _NormBase)]
@@ -215,7 +217,7 @@ class Trainer:
                     return
                 self.pulse.at("loading data")
                 began = time.perf_counter()
-                micros = self._loaders[0].micro_batches(indices, config.accumulate)
+                micros = self._loaders[0].micro_batches(indices, config.accumulate, epoch)
                 self._data_wait += time.perf_counter() - began
                 yield micros, window
                 if self.step >= self.total_steps:

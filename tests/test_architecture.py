@@ -24,8 +24,8 @@ LAYERS = [
     {"commands"},
     {"main"},
 ]
-HEAVY = {"torch", "torchvision", "horovod", "mpi4py", "ray", "matplotlib", "numpy"}
-LATE = {"horovod", "mpi4py", "ray", "matplotlib"}  # imported only inside functions, anywhere
+HEAVY = {"torch", "torchvision", "horovod", "mpi4py", "ray", "matplotlib", "numpy", "numba"}
+LATE = {"horovod", "mpi4py", "ray", "matplotlib", "numba"}  # imported only inside functions, anywhere
 
 
 def part(path: Path) -> str:

@@ -375,6 +375,7 @@ def spoil_init(tmp_path: Path) -> list[str]:
 # Field of TrainConfig -> options that give it another value than the run has, and both values.
 FOREIGN: dict[str, tuple[list[str], str, str]] = {
     "data": (["--data", "fashion_mnist", "--data-dir", "FASHION"], "digits", "fashion_mnist"),
+    "augment": (["--augment", "standard"], "none", "standard"),
     "model": (["--model", "factories:UnusedOnAll"], "factories:Small", "factories:UnusedOnAll"),
     "init": (["--init", "INIT"], "None", "init.pt"),
     "sync_bn": (["--sync-bn"], "False", "True"),

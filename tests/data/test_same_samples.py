@@ -1,0 +1,63 @@
+"""Real runs: which samples each step uses, and how each looks, on any number of ranks and across stops."""
+
+import json
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from launchers import ROOT, command, run
+from recorder import hashes
+
+from hvd_ddp.data.augment import Augmentation
+from hvd_ddp.data.datasets import load
+from hvd_ddp.data.loader import ArrayLoader
+from hvd_ddp.data.sampler import permutation
+
+STEPS, EPOCH, BATCH, SEED = 30, 23, 64, 11  # digits: 1,437 samples, the last batch of an epoch has 29
+
+
+def start(folder: Path, num_ranks: int, steps: int, *options: str, accumulate: int = 1) -> list[list[str]]:
+    """What the job was shown in each of its steps, by rank."""
+    here = folder / f"{num_ranks}-{steps}"
+    here.mkdir()
+    program = ["-m", "hvd_ddp", "train", "--model", "recorder:Recorder", "--seed", str(SEED), "--threads", "1",
+               "--max-steps", str(steps), "--accumulate", str(accumulate), "--run-dir", str(folder / "run"),
+               "--eval-every", "9", *options]  # fmt: skip
+    result = run(command("--nproc", num_ranks, program), cwd=here, PYTHONPATH=f"{ROOT}:{Path(__file__).parent}")
+    assert result.code == 0, result.text[-4000:]
+    ranks = []
+    for rank in range(num_ranks):
+        lines = [json.loads(line) for line in (here / f"seen-{rank}.jsonl").read_text().splitlines()]
+        ranks.append([list(chain(*lines[at : at + accumulate])) for at in range(0, len(lines), accumulate)])
+    return [list(chain(*step)) for step in zip(*ranks, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[list[str]]:
+    """Each step's samples by the order, each as it looks by itself."""
+    data = load("digits")
+    augment = Augmentation(SEED, padding=(1, 1))
+    loader = ArrayLoader(data.train, augment, mean=data.mean, std=data.std, device="cpu", dtype=torch.float32)
+    steps = []
+    for step in range(STEPS):
+        epoch, position = divmod(step, EPOCH)
+        order = permutation(len(data.train), SEED, epoch)[position * BATCH : (position + 1) * BATCH]
+        alone = [loader.micro_batches(np.array([index]), 1, epoch)[0].inputs for index in order]
+        steps.append(hashes(torch.cat(alone)))
+    return steps
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_on_any_number_of_ranks(num_ranks: int, wanted: list, tmp_path: Path) -> None:
+    assert start(tmp_path, num_ranks, STEPS, "--augment", "standard") == wanted
+
+
+def test_across_stops_on_other_numbers_of_ranks(wanted: list, tmp_path: Path) -> None:
+    """Stopped twice in the first epoch, once in the second."""
+    first = start(tmp_path, 2, 7, "--augment", "standard", accumulate=2)
+    second = start(tmp_path, 3, 12, "--augment", "standard")
+    third = start(tmp_path, 1, 26, "--augment", "standard", accumulate=3)
+    fourth = start(tmp_path, 2, STEPS, "--augment", "standard")
+    assert first + second + third + fourth == wanted
