@@ -16,6 +16,7 @@ COMMANDS = {
     "train": "hvd_ddp.commands.train",
     "evaluate": "hvd_ddp.commands.evaluate",
     "data": "hvd_ddp.commands.data",
+    "bench": "hvd_ddp.commands.bench",
     "install-horovod": "hvd_ddp.commands.install_horovod",
 }
 SILENCE = 2.0  # seconds that a rank stays which leaves the word to rank 0: mpirun kills all when the first has left
