@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import math
 import os
 import signal
 import sys
@@ -53,7 +54,9 @@ def run(arguments: list[str]) -> int:
     config = TrainConfig(**{name: getattr(options, name) for name in names})
     if options.print_config:
         if is_speaker():
-            print(yaml.safe_dump(config.to_dict(), sort_keys=False), end="")
+            # A line an option, also a long one: the batch templates read it.
+            text = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True, width=math.inf)
+            print(text, end="")
         return FINISHED
     if wants_ranks(config.nproc, detect()):
         return spawn(config.nproc or 1, ["train", *arguments])

@@ -1,4 +1,4 @@
-"""A model for --model paced:Slow, that takes its time."""
+"""Models for --model paced:NAME."""
 
 import os
 import time
@@ -20,3 +20,10 @@ class Slow(nn.Module):
         if self.training:
             time.sleep(self.pace)
         return self.layer(x.flatten(1))
+
+
+class Broken(nn.Module):
+    """Can't be built."""
+
+    def __init__(self, num_classes: int) -> None:
+        raise RuntimeError("no such sensor")

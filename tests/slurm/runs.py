@@ -64,10 +64,10 @@ def distance(mine: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> 
     return max(float((a - b).norm() / b.norm().clamp_min(1e-300)) for a, b in pairs)
 
 
-def rows(run: Path, kind: str) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl of that kind."""
+def rows(run: Path, *kinds: str) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl of these kinds."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
+    return [line for line in lines if line["kind"] in kinds]
 
 
 def summary(run: Path) -> dict[str, Any]:
@@ -82,3 +82,8 @@ def last_step(run: Path) -> int:
     except FileNotFoundError:
         return 0
     return max([json.loads(line).get("step", 0) for line in lines if line.endswith("}")], default=0)
+
+
+def at_step(job: Job, run: Path, step: int) -> None:
+    """Wait until the run has come to that step."""
+    job.until(lambda: last_step(run) >= step, f"come to step {step}", 120)

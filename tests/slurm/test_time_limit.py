@@ -11,7 +11,7 @@ from cluster.hosts import wait_until
 from cluster.jobs import Job
 from cluster.slurm import Cluster
 from launchers import train
-from runs import HERE, completed, different, edited, last_step, rows, state, submit, summary
+from runs import HERE, at_step, completed, different, edited, rows, state, submit, summary
 
 pytestmark = pytest.mark.timeout(300)
 full = pytest.mark.full
@@ -47,10 +47,6 @@ def begin(
     cluster.folder = folder
     job = submit(cluster, template, options, *OPTIONS, *more, PACE=pace)
     return job, folder / f"runs/job-{job.id}"
-
-
-def at_step(job: Job, run: Path, step: int) -> None:
-    job.until(lambda: last_step(run) >= step, f"come to step {step}", 90)
 
 
 def check(cluster: Cluster, job: Job, run: Path, *, stops: int, politely: bool = True) -> None:

@@ -43,9 +43,14 @@ def ends(job: Job, timeout: float, *, lost_node: bool = False) -> str:
 
 
 def nothing_left(cluster: Cluster, *names: str, within: float = 5) -> None:
-    """On these nodes, by default on all."""
+    """On these nodes, by default on all; but for who waits there to requeue a job whose batch script is cut off."""
     nodes = [node for node in cluster.nodes if not names or node.name in names]
-    wait_until(lambda: not any(node.pids() for node in nodes), "no process of a job is left", within)
+
+    def gone() -> bool:
+        commands = [process.command for node in nodes for process in node.processes()]
+        return all("bash -c watch node" in command or command == "sleep 60" for command in commands)
+
+    wait_until(gone, "no process of a job is left", within)
 
 
 def said(log: str, *, last: int = 12, several: bool = False) -> tuple[str, ...]:
