@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from hvd_ddp.errors import FAILED, USER_ERROR, HvdDDPError
+from hvd_ddp.errors import FAILED, HvdDDPError
 from hvd_ddp.job.launch import is_speaker
 
 COMMANDS = {
@@ -34,22 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except HvdDDPError as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun sends it when the first has left, and would report 143
         if is_speaker() or not error.everywhere:
             print(f"hvd_ddp: {error}", file=sys.stderr)
         else:
-            _be_silent(error.exit_code)
+            time.sleep(SILENCE)
         return error.exit_code
     except SystemExit as end:  # of the parser, which has said why on the rank that speaks
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if end.code and not is_speaker():
-            _be_silent(USER_ERROR)
+            time.sleep(SILENCE)
         raise
-
-
-def _be_silent(code: int) -> None:
-    """Let rank 0 speak. srun --kill-on-bad-exit sends TERM when the first has left, and would then report 143."""
-    before = signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
-    time.sleep(SILENCE)
-    signal.signal(signal.SIGTERM, before)
 
 
 def _command(name: str) -> Any:

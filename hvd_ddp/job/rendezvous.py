@@ -31,6 +31,8 @@ from hvd_ddp.job.stop import Stop
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+HEARD = 1.0  # seconds that rank 0 leaves the others to hear why it ends: srun kills who still reads when it has left
+
 
 @dataclass
 class Meeting:
@@ -116,6 +118,7 @@ def _host(launch: Launch, channel: Channel, *, hello: dict[str, Any], deadline: 
         problem = _problem([*peers, *guests.misfits], missing, launch)
         if problem:
             guests.answer({"error": problem[0], "failed": problem[1]})
+            time.sleep(HEARD)
             raise (RankFailedError if problem[1] else HvdDDPError)(problem[0])
         address = guests.address(hello["host"])
         store, port = serve_store(address)
