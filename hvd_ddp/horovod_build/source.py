@@ -20,6 +20,7 @@ MPI_RUN = "horovod/runner/mpi_run.py"
 TORCH_CMAKE = "horovod/torch/CMakeLists.txt"
 FIND_PYTORCH = "cmake/Modules/FindPytorch.cmake"
 CUDA_CMAKE = "horovod/common/ops/cuda/CMakeLists.txt"
+GLOO_CONTEXT = "horovod/common/gloo/gloo_context.cc"
 GLOO_TYPES = "third_party/gloo/gloo/types.h"
 
 MPIRUN_OF_THE_ENVIRONMENT = '''\
@@ -69,6 +70,17 @@ def build_mends(standard: int) -> list[Mend]:
     ]
 
 
+def network_mends() -> list[Mend]:
+    """Mend of the interface: each process set, the one of all ranks too, makes a Gloo device of its own.
+
+    It forgets HOROVOD_GLOO_IFACE, and Gloo then takes the address of the host's own name: 127.0.1.1 as Debian sets it
+    up ("connect [127.0.1.1]: Connection refused", measured on two hosts), or some other network's.
+    """
+    device = "device_attr.ai_family = AF_UNSPEC;\n  auto dev = CreateDevice(device_attr);\n\n"
+    same = f"device_attr.iface = gloo_iface_ = global_context.gloo_iface_;\n  {device}"
+    return [Mend(GLOO_CONTEXT, "process sets forget the interface", device, same)]
+
+
 def launcher_mends() -> list[Mend]:
     """Mends of horovodrun: options that Open MPI 4 and 5 and MPICH read alike, the right mpirun, a marker for ranks.
 
@@ -102,7 +114,7 @@ def launcher_mends() -> list[Mend]:
 
 def mends(torch_version: str) -> list[Mend]:
     """Return all mends for this torch, in the order in which they are applied."""
-    return build_mends(cxx_standard(torch_version)) + launcher_mends()
+    return build_mends(cxx_standard(torch_version)) + network_mends() + launcher_mends()
 
 
 def fingerprint(torch_version: str) -> str:
@@ -116,8 +128,8 @@ def apply(mend: Mend, source: Path) -> None:
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if text.count(mend.old) != 1:
         raise HvdDDPError(
-            f"`{mend.file}` of Horovod's source holds `{mend.old.strip()}` {text.count(mend.old)} times, not "
-            f"once: it is not the source of Horovod {HOROVOD} as it was published. It can't be mended ({mend.why}) and "
+            f"`{mend.file}` of Horovod's source holds `{' '.join(mend.old.split())}` "
+            f"{text.count(mend.old)} times, not once: it is not the source of Horovod {HOROVOD} as it was published. It can't be mended ({mend.why}) and "
             f"would not build or run. Give {SDIST} as published with --sdist, or leave --sdist out to download it."
         )
     path.write_text(text.replace(mend.old, mend.new), encoding="utf-8")
