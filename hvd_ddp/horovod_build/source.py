@@ -129,9 +129,9 @@ def apply(mend: Mend, source: Path) -> None:
     if text.count(mend.old) != 1:
         raise HvdDDPError(
             f"`{mend.file}` of Horovod's source holds `{' '.join(mend.old.split())}` "
-            f"{text.count(mend.old)} times, not once: it is not the source of Horovod {HOROVOD} as it was published. It "
-            f"can't be mended ({mend.why}) and would not build or run. Give {SDIST} as published with --sdist, or leave "
-            "--sdist out to download it."
+            f"{text.count(mend.old)} times, not once: it is not the source of Horovod {HOROVOD} as it was published. "
+            f"It can't be mended ({mend.why}) and would not build or run. Give {SDIST} as published with --sdist, or "
+            "leave --sdist out to download it."
         )
     path.write_text(text.replace(mend.old, mend.new), encoding="utf-8")
 
