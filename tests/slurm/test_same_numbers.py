@@ -1,8 +1,9 @@
 """Every template on several hosts ends with the numbers of torchrun on one host, and every rank knows its place."""
 
+import functools
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -97,15 +98,17 @@ OTHERS = [
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
-    """Of one process, in each precision."""
-    found = {}
-    for precision, (_, options) in CLOSE.items():
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, torch.Tensor]]:
+    """Of one process, in that precision."""
+
+    @functools.cache
+    def of(precision: str) -> dict[str, torch.Tensor]:
         run = tmp_path_factory.mktemp("alone") / "run"
-        result = train("python", 1, *options, "--run-dir", str(run))
+        result = train("python", 1, *CLOSE[precision][1], "--run-dir", str(run))
         assert result.code == 0, result.text[-3000:]
-        found[precision] = state(run)
-    return found
+        return state(run)
+
+    return of
 
 
 @pytest.mark.parametrize(
@@ -118,7 +121,7 @@ def test_three_and_four_ranks_know_their_place_and_compute_the_same(
     options: str,
     precision: str,
     shared: Cluster,
-    alone: dict[str, dict[str, torch.Tensor]],
+    alone: Callable[[str], dict[str, torch.Tensor]],
     tmp_path: Path,
 ) -> None:
     shared.folder = tmp_path
@@ -129,7 +132,7 @@ def test_three_and_four_ranks_know_their_place_and_compute_the_same(
     check_places(tmp_path, PLACES[options] if template in ("train", "torchrun") else None, len(PLACES[options]))
     run = tmp_path / f"runs/job-{job.id}"
     assert summary(run)["world_size"] == len(PLACES[options]), log
-    assert distance(state(run), alone[precision]) <= limit
+    assert distance(state(run), alone(precision)) <= limit
 
 
 def check_places(folder: Path, wanted: list[tuple[int, int]] | None, world_size: int) -> None:
