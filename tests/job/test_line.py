@@ -221,8 +221,10 @@ def wrongly_numbered(raw: Raw) -> None:
 
 def sent_back(raw: Raw) -> None:
     raw.main.line.tell_all("say", "for rank 1")
-    raw.socket.sendall(raw.socket.recv(1 << 16))
+    said = raw.socket.recv(1 << 16)
+    wait_for(lambda: raw.main.heard)
     raw.main.heard.clear()  # what rank 0 told itself
+    raw.socket.sendall(said)
 
 
 def oversized(raw: Raw) -> None:
