@@ -307,9 +307,9 @@ def test_the_end_of_rank_0_is_told_to_all(three: list[End]) -> None:
 def test_who_does_not_read_holds_nobody_up(raw: Raw) -> None:
     """Stopped, or cut off: rank 0 goes on, and what waits for that one is bounded."""
     text = "x" * 100_000
-    for _ in range(400):
-        raw.main.line.tell_all("say", text)  # 40 MB
-    wait_for(lambda: len(raw.other.heard) == len(raw.main.heard) == 400, 30.0)
+    for number in range(1, 401):
+        raw.main.line.tell_all("say", text)  # 40 MB, no faster than the one that reads
+        wait_for(lambda number=number: len(raw.other.heard) == len(raw.main.heard) == number, 30.0)
     writer = raw.main.line._peers[1]._writer
     assert writer is not None
     waits = writer.transport.get_write_buffer_size()
@@ -323,8 +323,8 @@ def test_who_reads_again_is_not_lost(three: list[End]) -> None:
     main.start()
     second.start()
     for number in range(200):
-        main.line.tell_all("say", [number, "x" * 100_000])
-    wait_for(lambda: len(second.heard) == 200, 30.0)
+        main.line.tell_all("say", [number, "x" * 100_000])  # no faster than the one that reads
+        wait_for(lambda number=number: len(second.heard) == number + 1, 30.0)
     first.start()
     wait_for(lambda: first.heard, 30.0)
     wait_for(lambda: main.line._peers[1]._writer.transport.get_write_buffer_size() == 0)  # type: ignore[union-attr]
