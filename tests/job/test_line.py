@@ -145,7 +145,7 @@ def test_what_is_told_early_waits(three: list[End]) -> None:
     time.sleep(0.2)
     first.start()
     second.start()
-    wait_for(lambda: len(first.heard) == len(second.heard) == 6)
+    wait_for(lambda: len(first.heard) == len(second.heard) == len(main.heard) == 6)
     assert first.heard == second.heard == main.heard == [(0, number) for number in range(6)]
 
 
