@@ -1,6 +1,5 @@
 """Backend by launcher: every cell is a real start of the command line, and all end with the same bits."""
 
-import json
 import os
 import re
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from launchers import Result, command, run, train
+from rundir import different, newest, summary, tensors
 
 # (launcher, --backend): (what must have been chosen)
 CELLS = {
@@ -32,46 +32,37 @@ SEEN: dict[tuple[str, str], dict] = {}
 def start(launcher: str, num_ranks: int, backend: str, folder: Path) -> tuple[Result, dict, dict]:
     result = train(launcher, num_ranks, *OPTIONS, "--backend", backend, "--run-dir", str(folder / "run"), cwd=folder)
     assert result.code == 0, result.text[-4000:]
-    state = torch.load(folder / "run/checkpoints/step_00000012.pt", weights_only=True)
-    return result, state, json.loads((folder / "run/summary.json").read_text())
-
-
-def flat(state: dict) -> dict[str, torch.Tensor]:
-    found = {f"model.{name}": value for name, value in state["model"].items()}
-    for index, entry in state["optimizer"]["state"].items():
-        found |= {f"optimizer.{index}.{name}": value for name, value in entry.items()}
-    return found
+    state = newest(folder / "run")
+    assert state["progress"]["step"] == 12
+    return result, state, summary(folder / "run")
 
 
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     _, state, _ = start("torchrun", 2, "ddp", tmp_path_factory.mktemp("wanted"))
-    return flat(state)
+    return tensors(state)
 
 
 @pytest.mark.parametrize(("launcher", "backend"), CELLS)
 def test_two_ranks_end_with_the_same_bits(launcher: str, backend: str, wanted: dict, tmp_path: Path) -> None:
-    result, state, summary = start(launcher, 2, backend, tmp_path)
+    result, state, said = start(launcher, 2, backend, tmp_path)
     chosen = CELLS[launcher, backend]
-    assert (summary["backend"], summary["transport"]) == chosen
-    assert summary["world_size"] == 2
-    assert summary["status"] == "finished"
+    assert (said["backend"], said["transport"]) == chosen
+    assert said["world_size"] == 2
+    assert said["status"] == "finished"
     assert f"backend {chosen[0]} (" in result.out  # the banner says what was chosen and why
     assert "launcher " in result.out
     if launcher.startswith("horovodrun") and backend == "auto":
         assert "backend horovod (horovodrun started it)" in result.out
-    mine = flat(state)
-    assert mine.keys() == wanted.keys()
-    different = [name for name in wanted if not torch.equal(mine[name], wanted[name])]
-    assert not different
+    assert different(tensors(state), wanted) == []
     assert not list(tmp_path.glob("**/.rendezvous*")), "left behind by the rendezvous"
     assert result.out.count("finished: ") == 1
 
 
 def test_local(wanted: dict, tmp_path: Path) -> None:
     """One process sums in another order: close, not equal (float64 is held to 1e-12 in tests/contract)."""
-    _, state, summary = start("python", 1, "auto", tmp_path)
-    assert (summary["backend"], summary["launcher"], summary["world_size"]) == ("local", "single", 1)
+    _, state, said = start("python", 1, "auto", tmp_path)
+    assert (said["backend"], said["launcher"], said["world_size"]) == ("local", "single", 1)
     for name, tensor in state["model"].items():
         assert torch.allclose(tensor, wanted[f"model.{name}"], atol=1e-3), name
 

@@ -1,7 +1,6 @@
 """Killed at any step, the same command goes on and ends with the uninterrupted run's bits."""
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -12,18 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 from launchers import command, environment, train
+from rundir import different, last_step, newest, rows, summary, tensors
 
 OPTIONS = ["-m", "hvd_ddp", "train", "--threads", "1", "--max-steps", "100", "--global-batch", "48",
            "--save-every", "9", "--optimizer", "adamw", "--weight-decay", "0.1", "--schedule", "cosine",
            "--warmup-steps", "6", "--log-every", "1", "--label-smoothing", "0.1"]  # fmt: skip
 
 
-def flat(folder: Path) -> dict[str, torch.Tensor]:
-    state = torch.load(folder / "checkpoints/step_00000100.pt", weights_only=True)
-    found = {f"model.{name}": value for name, value in state["model"].items()}
-    for index, entry in state["optimizer"]["state"].items():
-        found |= {f"optimizer.{index}.{name}": value for name, value in entry.items()}
-    return found
+def end(folder: Path) -> dict[str, torch.Tensor]:
+    """Of a run that has done its hundred steps."""
+    state = newest(folder)
+    assert state["progress"]["step"] == 100
+    return tensors(state)
 
 
 def ranks_of(folder: Path) -> list[int]:
@@ -37,14 +36,6 @@ def ranks_of(folder: Path) -> list[int]:
             except OSError:
                 continue
     return found
-
-
-def last_step(folder: Path) -> int:
-    try:
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        return max([json.loads(line).get("step", 0) for line in lines if line.endswith("}")], default=0)
-    except (OSError, ValueError):
-        return 0
 
 
 def begin(launcher: str, folder: Path) -> subprocess.Popen:
@@ -86,7 +77,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     folder = tmp_path_factory.mktemp("wanted") / "run"
     result = train("torchrun", 2, *OPTIONS[5:], "--run-dir", str(folder))
     assert result.code == 0, result.text[-3000:]
-    return flat(folder)
+    return end(folder)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "horovodrun"])
@@ -97,9 +88,8 @@ def test_killed_three_times_ends_with_the_same_bits(launcher: str, wanted: dict,
     result = train(launcher, 2, *OPTIONS[5:], "--run-dir", str(folder))
     assert result.code == 0, result.text[-3000:]
     assert "resuming from" in result.out
-    assert json.loads((folder / "summary.json").read_text())["restart"] == 3
-    mine = flat(folder)
-    assert [name for name in wanted if not torch.equal(mine[name], wanted[name])] == []
+    assert summary(folder)["restart"] == 3
+    assert different(end(folder), wanted) == []
 
 
 def test_begun_under_horovod_and_ended_under_ddp(wanted: dict, tmp_path: Path) -> None:
@@ -108,11 +98,8 @@ def test_begun_under_horovod_and_ended_under_ddp(wanted: dict, tmp_path: Path) -
     kill_at(58, "mpirun", folder)
     result = train("horovodrun", 2, *OPTIONS[5:], "--run-dir", str(folder))
     assert result.code == 0, result.text[-3000:]
-    starts = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    backends = [line["backend"] for line in starts if line["kind"] == "start"]
-    assert backends == ["horovod", "ddp", "horovod"]
-    mine = flat(folder)
-    assert [name for name in wanted if not torch.equal(mine[name], wanted[name])] == []
+    assert [row["backend"] for row in rows(folder, "start")] == ["horovod", "ddp", "horovod"]
+    assert different(end(folder), wanted) == []
 
 
 def test_on_another_number_of_ranks(wanted: dict, tmp_path: Path) -> None:
@@ -121,7 +108,7 @@ def test_on_another_number_of_ranks(wanted: dict, tmp_path: Path) -> None:
     kill_at(45, "torchrun", folder)
     result = train("mpirun", 3, *OPTIONS[5:], "--run-dir", str(folder))
     assert result.code == 0, result.text[-3000:]
-    mine = flat(folder)
+    mine = end(folder)
     assert all(torch.allclose(mine[name], wanted[name], atol=2e-2) for name in wanted)
 
 
@@ -139,5 +126,4 @@ def test_killed_at_random_moments(launcher: str, wanted: dict, tmp_path: Path) -
             kill(process, folder)
         result = train(launcher, 2, *OPTIONS[5:], "--run-dir", str(folder))
         assert result.code == 0, result.text[-3000:]
-        mine = flat(folder)
-        assert [name for name in wanted if not torch.equal(mine[name], wanted[name])] == []
+        assert different(end(folder), wanted) == []

@@ -1,6 +1,5 @@
 """Told to stop, all ranks stop after the same step, save, leave with 75, and the next start goes on bit for bit."""
 
-import json
 import os
 import random
 import re
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from launchers import ROOT, Result, assert_none_left, command, environment, processes, run
+from rundir import different, newest, rows, summary, tensors
 
 TERM, INT, USR2 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR2
 LIMIT = 150.0  # seconds after which a job that was told to stop, or to end, hangs
@@ -70,7 +70,7 @@ class Job:
             time.sleep(0.005)
 
     def wait_for_step(self, step: int) -> None:
-        self.wait_for(lambda: any(line["step"] >= step for line in metrics(self.folder, "train")))
+        self.wait_for(lambda: any(line["step"] >= step for line in rows(self.folder / "run", "train")))
 
     def wait_for_file(self, name: str) -> None:
         self.wait_for((self.folder / name).exists)
@@ -96,27 +96,13 @@ class Job:
         return Result(self.process.returncode, out, err)
 
 
-def metrics(folder: Path, kind: str) -> list[dict[str, Any]]:
-    try:
-        lines = (folder / "run/metrics.jsonl").read_text().splitlines(keepends=True)
-    except OSError:
-        return []
-    found = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [line for line in found if line["kind"] == kind]
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "run/summary.json").read_text())
-    return found
-
-
 def stopped_at(job: Job, code: int | None = None) -> int:
     """The job stopped early, as it should; after which step."""
     result, folder = job.end(), job.folder
     assert result.code == (CODES[job.launcher] if code is None else code), result.text[-3000:]
-    assert summary(folder)["status"] == "preempted", result.text[-3000:]
-    step = int(summary(folder)["steps"])
-    assert metrics(folder, "preempt")[-1]["step"] == step
+    assert summary(folder / "run")["status"] == "preempted", result.text[-3000:]
+    step = int(summary(folder / "run")["steps"])
+    assert rows(folder / "run", "preempt")[-1]["step"] == step
     newest = sorted((folder / "run/checkpoints").glob("*.pt"))[-1]
     assert newest.name == f"step_{step:08d}.pt"
     assert result.text.count("told to stop") == 1
@@ -127,13 +113,11 @@ def stopped_at(job: Job, code: int | None = None) -> int:
     return step
 
 
-def flat(folder: Path) -> dict[str, torch.Tensor]:
-    """Parameters and the optimizer's state at the end."""
-    state = torch.load(folder / "run/checkpoints/step_00000040.pt", weights_only=True)
-    found = {f"model.{name}": value for name, value in state["model"].items()}
-    for index, entry in state["optimizer"]["state"].items():
-        found |= {f"optimizer.{index}.{name}": value for name, value in entry.items()}
-    return found
+def end(folder: Path) -> dict[str, torch.Tensor]:
+    """Of a run that has done its forty steps."""
+    state = newest(folder / "run")
+    assert state["progress"]["step"] == 40
+    return tensors(state)
 
 
 @pytest.fixture(scope="module")
@@ -142,17 +126,16 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     folder = tmp_path_factory.mktemp("wanted")
     result = Job("--nproc", "ddp", folder, FORWARD="0").end()
     assert result.code == 0, result.text[-3000:]
-    return flat(folder)
+    return end(folder)
 
 
 def check_whole(folder: Path, wanted: dict[str, torch.Tensor]) -> None:
     """Each step was done once and each evaluation made once, over all starts, and the end is that of one start."""
-    assert summary(folder)["status"] == "finished"
-    assert [line["step"] for line in metrics(folder, "train")] == [*range(1, 41)]
-    assert [line["step"] for line in metrics(folder, "eval")] == [*range(STEPS_PER_EPOCH, 40, STEPS_PER_EPOCH), 40]
-    assert {line["num_samples"] for line in metrics(folder, "eval")} == {360}
-    mine = flat(folder)
-    assert [name for name in wanted if not torch.equal(mine[name], wanted[name])] == []
+    assert summary(folder / "run")["status"] == "finished"
+    assert [line["step"] for line in rows(folder / "run", "train")] == [*range(1, 41)]
+    assert [line["step"] for line in rows(folder / "run", "eval")] == [*range(STEPS_PER_EPOCH, 40, STEPS_PER_EPOCH), 40]
+    assert {line["num_samples"] for line in rows(folder / "run", "eval")} == {360}
+    assert different(end(folder), wanted) == []
 
 
 def check_stop(launcher: str, backend: str, rank: int, number: int, folder: Path, wanted: dict[str, Any]) -> None:
@@ -163,11 +146,11 @@ def check_stop(launcher: str, backend: str, rank: int, number: int, folder: Path
     job.signal(rank, number)
     step = stopped_at(job)
     assert seen <= step < 40
-    assert metrics(folder, "preempt")[0]["why"] == f"signal {signal.Signals(number).name} on rank {rank}"
+    assert rows(folder / "run", "preempt")[0]["why"] == f"signal {signal.Signals(number).name} on rank {rank}"
     result = Job(launcher, backend, folder, FORWARD="0").end()
     assert result.code == 0, result.text[-3000:]
     assert f"resuming from {folder / 'run/checkpoints' / f'step_{step:08d}.pt'}" in result.text.replace("\n", "")
-    assert summary(folder)["restart"] == 1
+    assert summary(folder / "run")["restart"] == 1
     check_whole(folder, wanted)
 
 
@@ -251,16 +234,16 @@ def test_an_evaluation_is_cut_short_and_made_up_for(
     """The seventh is the last: after step 40."""
     job = Job("--nproc", backend, tmp_path, FORWARD="0", EVALUATE="0.3")  # nine times, on each rank
     for number in range(1, evaluation + 1):
-        job.wait_for(lambda number=number: len(metrics(tmp_path, "eval")) == number - 1)
+        job.wait_for(lambda number=number: len(rows(tmp_path / "run", "eval")) == number - 1)
         if number == evaluation:
             (tmp_path / "evaluating").unlink(missing_ok=True)
             job.wait_for_file("evaluating")
             job.signal(1, USR2)
         else:
-            job.wait_for(lambda number=number: len(metrics(tmp_path, "eval")) == number)
+            job.wait_for(lambda number=number: len(rows(tmp_path / "run", "eval")) == number)
     step = stopped_at(job)
     assert step == min(40, evaluation * STEPS_PER_EPOCH)
-    assert len(metrics(tmp_path, "eval")) == evaluation - 1
+    assert len(rows(tmp_path / "run", "eval")) == evaluation - 1
     result = Job("--nproc", backend, tmp_path, FORWARD="0").end()
     assert result.code == 0, result.text[-3000:]
     check_whole(tmp_path, wanted)
@@ -280,8 +263,8 @@ def test_it_stops_before_the_allocation_ends(tmp_path: Path) -> None:
     path = f"{squeue.parent}:{environment()['PATH']}"
     job = Job("--nproc", "ddp", tmp_path, "--stop-before", "1", "--max-steps", "4000", PATH=path, SLURM_JOB_ID="4711")
     assert 0 < stopped_at(job) < 4000
-    assert re.fullmatch(r"the allocation ends at \d\d:\d\d:\d\d", metrics(tmp_path, "preempt")[0]["why"])
-    assert summary(tmp_path)["job"] == "4711"
+    assert re.fullmatch(r"the allocation ends at \d\d:\d\d:\d\d", rows(tmp_path / "run", "preempt")[0]["why"])
+    assert summary(tmp_path / "run")["job"] == "4711"
 
 
 def test_without_an_allocation_it_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from cluster.slurm import Cluster
-from two_nodes import MESSAGE, SLACK, cluster_for, ends, nothing_left, said, submit, summary, the_record
+from rundir import summary
+from two_nodes import MESSAGE, SLACK, cluster_for, ends, nothing_left, said, submit, the_record
 
 TIMEOUT, PROMISED = 8, 10  # seconds: of --timeout here, and what may come on top
 
@@ -58,7 +59,7 @@ def check_fault(two: Cluster, backend: str, fault: str, tmp_path: Path, tasks: i
     record = the_record(tmp_path)
     assert (record["rank"], record["host"]) == (int(rank), host)
     assert (record["phase"], record["step"], record["exception"]) == (phase, int(step), words)
-    assert summary(tmp_path)["status"] == "failed"
+    assert summary(tmp_path / "run")["status"] == "failed"
     nothing_left(two)
 
 
@@ -84,7 +85,7 @@ def test_a_pause_is_survived(two: Cluster, backend: str, rank: int, tmp_path: Pa
     assert job.exit_code == 0
     assert time.time() - float((tmp_path / "fault").read_text()) > 4, "else it tests nothing"
     assert "hvd_ddp: " not in job.log
-    assert summary(tmp_path)["status"] == "finished"
+    assert summary(tmp_path / "run")["status"] == "finished"
     assert not (tmp_path / "run/failures").exists()
 
 
@@ -136,5 +137,5 @@ def test_a_cut_link_ends_the_job(
         record = the_record(tmp_path)
         assert record["host"] == lost.name
         assert record["rank"] in ranks
-        assert summary(tmp_path)["status"] == "failed"
+        assert summary(tmp_path / "run")["status"] == "failed"
         assert {host for _, host, *_ in MESSAGE.findall(job.log)} == {lost.name}, "each side says that it is this one"

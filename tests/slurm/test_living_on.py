@@ -8,7 +8,8 @@ import torch
 from cluster.hosts import Host, wait_until
 from cluster.slurm import Cluster
 from launchers import train
-from runs import HERE, at_step, completed, distance, edited, rows, state, submit, summary
+from rundir import distance, rows, summary
+from runs import HERE, at_step, completed, edited, state, submit
 
 pytestmark = pytest.mark.timeout(300)
 full = pytest.mark.full

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from cluster.slurm import Cluster
-from two_nodes import cluster_for, ends, nothing_left, submit, summary
+from rundir import summary
+from two_nodes import cluster_for, ends, nothing_left, submit
 
 NETWORK = "10.77.0."
 
@@ -46,7 +47,7 @@ def trains(cluster: Cluster, folder: Path, *options: str, **env: str) -> list[di
     """What each rank saw of itself, by slow_models:Shows, when it has done all its steps."""
     job = submit(cluster, folder, "--model", "slow_models:Shows", "--max-steps", "12", *options, **env)
     assert ends(job, 90) == "COMPLETED", job.log
-    assert summary(folder)["status"] == "finished"
+    assert summary(folder / "run")["status"] == "finished"
     nothing_left(cluster)
     return [json.loads((folder / f"shows-{rank}.json").read_text()) for rank in (0, 1)]
 

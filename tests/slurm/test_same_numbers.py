@@ -10,7 +10,8 @@ import pytest
 import torch
 from cluster.slurm import Cluster
 from launchers import train
-from runs import HERE, completed, different, distance, edited, rows, state, submit, summary
+from rundir import different, distance, rows, summary
+from runs import HERE, completed, edited, state, submit
 
 pytestmark = pytest.mark.timeout(300)
 

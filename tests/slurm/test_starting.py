@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from cluster.slurm import Cluster
 from launchers import ROOT
-from two_nodes import SLACK, cluster_for, ends, nothing_left, submit, summary
+from rundir import summary
+from two_nodes import SLACK, cluster_for, ends, nothing_left, submit
 
 PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 TRAIN = f"{sys.executable} -m hvd_ddp train --threads 1 --run-dir run --max-steps 12 --model factories:Small"
@@ -40,8 +41,8 @@ def test_without_srun_in_salloc_one_process_trains_and_says_so(two: Cluster, tmp
     assert result.code == 0, result.text
     assert "1 rank(s)" in result.text
     assert "of 2 nodes: only this process trains; start with srun to use them" in result.text
-    assert summary(tmp_path)["world_size"] == 1
-    assert summary(tmp_path)["status"] == "finished"
+    assert summary(tmp_path / "run")["world_size"] == 1
+    assert summary(tmp_path / "run")["status"] == "finished"
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -72,7 +73,7 @@ def test_preparing_for_longer_than_the_timeout_is_no_fault(two: Cluster, backend
     job = submit(two, tmp_path, "--backend", backend, "--model", "factories:SlowToBuild", "--max-steps", "12",
                  "--timeout", "5")  # fmt: skip
     assert ends(job, 90) == "COMPLETED", job.log
-    assert summary(tmp_path)["status"] == "finished"
+    assert summary(tmp_path / "run")["status"] == "finished"
     assert "hvd_ddp: " not in job.log
 
 
@@ -85,4 +86,4 @@ def test_a_rank_that_comes_late_is_awaited(two: Cluster, late: int, tmp_path: Pa
     job = two.sbatch(f"srun bash -c '{tasks}'", "-N2", "--ntasks-per-node=1", cwd=tmp_path, **PATHS)
     assert ends(job, 120) == "COMPLETED", job.log
     assert time.monotonic() - began > 40
-    assert summary(tmp_path)["status"] == "finished"
+    assert summary(tmp_path / "run")["status"] == "finished"

@@ -11,7 +11,8 @@ from cluster.hosts import wait_until
 from cluster.jobs import Job
 from cluster.slurm import Cluster
 from launchers import train
-from runs import HERE, at_step, completed, different, edited, rows, state, submit, summary
+from rundir import different, rows, summary
+from runs import HERE, at_step, completed, edited, state, submit
 
 pytestmark = pytest.mark.timeout(300)
 full = pytest.mark.full

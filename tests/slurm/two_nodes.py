@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 from cluster.hosts import wait_until
 from cluster.jobs import ENDED, Job
 from cluster.slurm import Cluster
-from launchers import ROOT
 
-TEMPLATE = ROOT / "slurm/train.sbatch"
 SLACK = 4  # seconds on top of what is promised: two busy cores, and the test looks at a job only now and then
 MESSAGE = re.compile(r"hvd_ddp: rank (\d+) on (\S+) (failed|last seen) in (.+?) at step (\d+): (.+)")
 
@@ -25,14 +24,10 @@ def cluster_for(tmp_path_factory: pytest.TempPathFactory, nodes: int = 2) -> Ite
         yield cluster
 
 
-def submit(cluster: Cluster, folder: Path, *options: str, tasks: int = 1, run_dir: str = "run", **env: str) -> Job:
-    """`sbatch slurm/train.sbatch` in `folder` on two nodes with so many tasks each, and the options of `train`."""
-    command = ["sbatch", "--parsable", "-N2", f"--ntasks-per-node={tasks}", str(TEMPLATE)]
-    command += ["--threads", "1", "--run-dir", run_dir, *options]
-    paths = ":".join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/slurm")))
-    result = cluster.run(*command, cwd=folder, **{"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **env})
-    assert result.code == 0, result.text
-    return Job(cluster, result.out.strip())
+def submit(cluster: Cluster, folder: Path, *train: str, tasks: int = 1, run_dir: str = "run", **env: str) -> Job:
+    """train.sbatch in `folder` on two nodes with so many tasks each, and the options of `train`."""
+    options = f"-N2 --ntasks-per-node={tasks}"
+    return runs.submit(cluster, "train.sbatch", options, "--run-dir", run_dir, *train, cwd=folder, **env)
 
 
 def ends(job: Job, timeout: float, *, lost_node: bool = False) -> str:
@@ -72,8 +67,3 @@ def the_record(folder: Path) -> dict[str, Any]:
     record: dict[str, Any] = json.loads(path.read_text())
     assert path.name == f"rank_{record['rank']:04d}.json"
     return record
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "run/summary.json").read_text())
-    return found
