@@ -197,17 +197,6 @@ def test_the_old_one_stays_when_the_new_one_fails(path, tmp_path, monkeypatch):
     assert not left_over(tmp_path)
 
 
-@pytest.fixture
-def tiny(tmp_path):
-    """A file system of 100 kB."""
-    disk = tmp_path / "tiny"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("may not mount")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
 def test_a_full_disk(tiny):
     with pytest.raises(CannotWriteError) as caught:
         prepare("synthetic:3x32x32:10:100", tiny)
@@ -236,17 +225,6 @@ def test_train_goes_on_where_it_may_not_pack(tiny, caplog):
     pack("synthetic:3x32x32:10:100", tiny)
     assert "has no room" in caplog.text and "into its own memory" in caplog.text
     assert len(load("synthetic:3x32x32:10:100", tiny).train) == 100
-
-
-@pytest.fixture
-def read_only(tmp_path):
-    """A file system that root can't write either."""
-    disk = tmp_path / "read_only"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("may not mount")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_read_only_folder(read_only, tmp_path):
