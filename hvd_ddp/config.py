@@ -14,7 +14,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 AugmentName = Literal["none", "standard"]
 OptimizerName = Literal["sgd", "adam", "adamw"]
 ScheduleName = Literal["constant", "cosine", "step"]
-SignalName = Literal["USR1", "USR2", "HUP", "ALRM", "URG", "CONT"]
+SignalName = Literal["USR1", "USR2", "HUP", "ALRM", "URG"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 
 

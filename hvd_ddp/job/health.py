@@ -67,8 +67,14 @@ class _Health:
         self.line.on_beat, self.line.on_lost = self._tick, self._lost
         self.judge: Judge | None = None
         if self.launch.rank == 0:
-            self.judge = Judge(self.launch, self.line, timeout=timeout, here=meeting.pulse.place, speak=self._speak)
-            self.judge.cut_off = self._cut_off
+            self.judge = Judge(
+                self.launch,
+                self.line,
+                timeout=timeout,
+                here=meeting.pulse.place,
+                speak=self._speak,
+                cut_off=self._cut_off,
+            )
             Agreement(self.line, self.launch.world_size)
         meeting.stop.request = lambda order: self.line.tell_main("please stop", asdict(order))
         self.line.start(beat=self._beat)

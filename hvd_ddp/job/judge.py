@@ -31,10 +31,11 @@ class Judge:
         timeout: float,
         here: Callable[[], Place],
         speak: Callable[[Record], object],
+        cut_off: Callable[[int], Record | None] = lambda rank: None,
     ) -> None:
+        """`here`: rank 0's own place. `cut_off`: why not the rank that is lost but this one is at fault, if so."""
         self._launch, self._line, self._timeout = launch, line, timeout
-        self._own_place, self._speak = here, speak
-        self.cut_off: Callable[[int], Record | None] = lambda rank: None  # why not that rank but this one is lost
+        self._own_place, self._speak, self._cut_off = here, speak, cut_off
         self._places = {rank: Place() for rank in range(launch.world_size)}
         self._moved = dict.fromkeys(self._places, time.monotonic())
         self._reports: list[Record] = []
@@ -80,7 +81,7 @@ class Judge:
         self._report(record(self._launch, rank, self._places[rank], words, still=True))
 
     def _lost(self, rank: int, words: str, *, gone: list[int], **more: Any) -> Record:
-        if instead := self.cut_off(rank):
+        if instead := self._cut_off(rank):
             return instead
         self._places[0] = self._own_place()
         words += self._meanwhile(self._groups([other for other in self._places if other not in self._gone | {*gone}]))
