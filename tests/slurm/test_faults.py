@@ -1,7 +1,6 @@
 """On two hosts under Slurm: a rank that fails, by whatever fault, ends the job in time, and the log names it."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,6 @@ OFTEN = [
     ("horovod", "die@1"),
 ]
 ALL = [(backend, f"{fault}@{rank}") for backend in ("ddp", "horovod") for fault in SAID for rank in (0, 1)]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with cluster_for(tmp_path_factory) as cluster:
-        yield cluster
 
 
 def cells(often: list[tuple[str, str]], every: list[tuple[str, str]]) -> list[object]:

@@ -3,7 +3,6 @@
 import json
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,12 +28,6 @@ for port in map(int, sys.argv[1:]):
 print("holds", len(held), flush=True)
 time.sleep(1000)
 """
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with cluster_for(tmp_path_factory) as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="module")

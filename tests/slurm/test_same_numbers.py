@@ -3,7 +3,7 @@
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,13 +39,6 @@ ALWAYS = [("train", "--backend ddp", ""), ("train", "--backend horovod --transpo
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One cluster for all: every job leaves it as it was."""
-    with Cluster.start(2, shared=[tmp_path_factory.getbasetemp()]) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """Of torchrun on one host, two ranks."""
     run = tmp_path_factory.mktemp("wanted") / "run"
@@ -58,11 +51,11 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     ("template", "options", "mpi"), [cell if cell in ALWAYS else pytest.param(*cell, marks=full) for cell in CELLS]
 )
 def test_two_ranks_on_two_hosts_end_with_the_bits_of_one_host(
-    template: str, options: str, mpi: str, shared: Cluster, wanted: dict[str, torch.Tensor], tmp_path: Path
+    template: str, options: str, mpi: str, two: Cluster, wanted: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    shared.folder = tmp_path
+    two.folder = tmp_path
     env = {"SLURM_MPI_TYPE": mpi} if mpi else {}
-    job = submit(shared, f"{template}.sbatch", ONE_A_NODE, *OPTIONS, *options.split(), **env)
+    job = submit(two, f"{template}.sbatch", ONE_A_NODE, *OPTIONS, *options.split(), **env)
     log = completed(job, 150)
     run = tmp_path / f"runs/job-{job.id}"
     found = summary(run)
@@ -72,7 +65,7 @@ def test_two_ranks_on_two_hosts_end_with_the_bits_of_one_host(
     assert different(state(run), wanted) == []
     assert log.count("finished: ") == 1
     assert not list(tmp_path.glob("**/.rendezvous*")), "left behind by the rendezvous"
-    assert not [node.name for node in shared.nodes if node.pids()]
+    assert not [node.name for node in two.nodes if node.pids()]
 
 
 CLOSE = {
@@ -121,14 +114,14 @@ def test_three_and_four_ranks_know_their_place_and_compute_the_same(
     backend: str,
     options: str,
     precision: str,
-    shared: Cluster,
+    two: Cluster,
     alone: Callable[[str], dict[str, torch.Tensor]],
     tmp_path: Path,
 ) -> None:
-    shared.folder = tmp_path
+    two.folder = tmp_path
     script = edited(f"{template}.sbatch", tmp_path, ("-m hvd_ddp train", f"{HERE / 'placed.py'} train"))
     limit, training = CLOSE[precision]
-    job = submit(shared, script, options, *training, "--backend", backend, PLACES=str(tmp_path))
+    job = submit(two, script, options, *training, "--backend", backend, PLACES=str(tmp_path))
     log = completed(job, 200)
     check_places(tmp_path, PLACES[options] if template in ("train", "torchrun") else None, len(PLACES[options]))
     run = tmp_path / f"runs/job-{job.id}"

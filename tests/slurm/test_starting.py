@@ -3,23 +3,16 @@
 import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster.slurm import Cluster
 from launchers import ROOT
 from rundir import summary
-from two_nodes import SLACK, cluster_for, ends, nothing_left, submit
+from two_nodes import SLACK, ends, nothing_left, submit
 
 PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 TRAIN = f"{sys.executable} -m hvd_ddp train --threads 1 --run-dir run --max-steps 12 --model factories:Small"
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with cluster_for(tmp_path_factory) as cluster:
-        yield cluster
 
 
 @pytest.mark.parametrize("size", ["-N2", "-n2"])

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,6 @@ SBATCH = [name for name in EVERY if name.endswith(".sbatch")]
 ON_HOSTS = [name for name in SBATCH if name != "container.sbatch"]  # those that need no image
 DIRECTIVE = {".sbatch": "#SBATCH ", ".pbs": "#PBS ", ".lsf": "#BSUB "}
 SIZES = r"(--nodes=|--ntasks=|--ntasks-per-node=|-N ?|-n ?|-np |--nproc-per-node=)(?!1\b)\d"  # one a node is no size
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster.start(2, shared=[tmp_path_factory.getbasetemp()]) as cluster:
-        yield cluster
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -66,18 +59,18 @@ def test_it_knows_the_run_directory(name: str, given: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", SBATCH)
-def test_slurm_takes_it(name: str, shared: Cluster) -> None:
-    result = shared.run("sbatch", "--test-only", str(TEMPLATES / name), "--data", "digits")
+def test_slurm_takes_it(name: str, two: Cluster) -> None:
+    result = two.run("sbatch", "--test-only", str(TEMPLATES / name), "--data", "digits")
     assert result.code == 0, result.text
     assert "using 4 processors on nodes node[1-2]" in result.text
 
 
 @pytest.mark.parametrize("name", ON_HOSTS)
-def test_a_bad_option_ends_the_job_in_the_batch_shell(name: str, shared: Cluster, tmp_path: Path) -> None:
+def test_a_bad_option_ends_the_job_in_the_batch_shell(name: str, two: Cluster, tmp_path: Path) -> None:
     """Of a copy in another folder: it needs nothing that lies beside it."""
-    shared.folder = tmp_path
+    two.folder = tmp_path
     script = edited(name, tmp_path)
-    job = submit(shared, script, "", "--max-steps", "0")
+    job = submit(two, script, "", "--max-steps", "0")
     assert job.wait(60) == "FAILED"
     assert (job.exit_code, job.requeues) == (2, 0)
     assert job.log.count("--max-steps is `0`") == 1, job.log
@@ -88,12 +81,12 @@ def test_a_bad_option_ends_the_job_in_the_batch_shell(name: str, shared: Cluster
 @pytest.mark.parametrize(
     "name", ["train.sbatch", *[pytest.param(name, marks=full) for name in ON_HOSTS if name[:3] != "tra"]]
 )
-def test_a_run_that_fails_is_not_requeued(name: str, shared: Cluster, tmp_path: Path) -> None:
+def test_a_run_that_fails_is_not_requeued(name: str, two: Cluster, tmp_path: Path) -> None:
     """Though the start before was told to stop: that one went back into the queue, this one does not."""
-    shared.folder = tmp_path
+    two.folder = tmp_path
     (tmp_path / "2024").mkdir()
     (tmp_path / "2024/summary.json").write_text('{"status": "preempted", "restart": 0}\n')
-    job = submit(shared, name, "-N2 --ntasks-per-node=1", "--model", "paced:Broken", "--run-dir", "2024")
+    job = submit(two, name, "-N2 --ntasks-per-node=1", "--model", "paced:Broken", "--run-dir", "2024")
     assert job.wait(120) == "FAILED"
     assert job.exit_code == 1 or (name == "torchrun.sbatch" and job.exit_code == 143)  # the agent that was slower
     assert job.requeues == 0
@@ -102,9 +95,9 @@ def test_a_run_that_fails_is_not_requeued(name: str, shared: Cluster, tmp_path: 
 
 
 @full
-def test_what_only_the_ranks_can_refuse(shared: Cluster, tmp_path: Path) -> None:
-    shared.folder = tmp_path
-    job = submit(shared, "train.sbatch", "-N2 --ntasks-per-node=1", "--global-batch", "5000")
+def test_what_only_the_ranks_can_refuse(two: Cluster, tmp_path: Path) -> None:
+    two.folder = tmp_path
+    job = submit(two, "train.sbatch", "-N2 --ntasks-per-node=1", "--global-batch", "5000")
     assert job.wait(120) == "FAILED"
     assert (job.exit_code, job.requeues) == (2, 0)
     assert job.log.count("--global-batch is `5000`") == 1, job.log
@@ -112,9 +105,9 @@ def test_what_only_the_ranks_can_refuse(shared: Cluster, tmp_path: Path) -> None
 
 @full
 @pytest.mark.parametrize("name", ON_HOSTS)
-def test_options_reach_the_run_as_they_are(name: str, shared: Cluster, tmp_path: Path) -> None:
-    shared.folder = tmp_path
+def test_options_reach_the_run_as_they_are(name: str, two: Cluster, tmp_path: Path) -> None:
+    two.folder = tmp_path
     folder = "my runs/the first"
-    job = submit(shared, name, "-N2 --ntasks-per-node=1", "--max-steps", "2", "--lr", "0.25", "--run-dir", folder)
+    job = submit(two, name, "-N2 --ntasks-per-node=1", "--max-steps", "2", "--lr", "0.25", "--run-dir", folder)
     completed(job, 120)
     assert "\nlr: 0.25\n" in (tmp_path / folder / "config.yaml").read_text()

@@ -2,7 +2,6 @@
 
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,12 +23,6 @@ OPTIONS = ["--model", "paced:Slow", "--max-steps", str(STEPS), "--global-batch",
 ONE_A_NODE = "-N2 --ntasks-per-node=1"
 MINUTE = f"{ONE_A_NODE} --time=1 --signal=USR2@10"
 SLOW_AT_FIRST = "1.5,0"  # a minute of training, so that the limit comes in the middle, and no time after the requeue
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster.start(2, shared=[tmp_path_factory.getbasetemp()]) as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +65,11 @@ def check(cluster: Cluster, job: Job, run: Path, *, stops: int, politely: bool =
 
 
 @pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=full)])
-def test_a_one_minute_job(backend: str, shared: Cluster, wanted: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    job, run = begin(shared, tmp_path, "train.sbatch", MINUTE, "--backend", backend, pace=SLOW_AT_FIRST)
+def test_a_one_minute_job(backend: str, two: Cluster, wanted: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    job, run = begin(two, tmp_path, "train.sbatch", MINUTE, "--backend", backend, pace=SLOW_AT_FIRST)
     log = completed(job, 150)
     assert "told to stop (signal SIGUSR2" in log
-    check(shared, job, run, stops=1)
+    check(two, job, run, stops=1)
     assert different(state(run), wanted) == []
 
 
@@ -89,17 +82,17 @@ def test_a_one_minute_job(backend: str, shared: Cluster, wanted: dict[str, torch
     ],
 )
 def test_warned_on_one_rank_all_stop_after_the_same_step(
-    template: str, backend: str, shared: Cluster, wanted: dict[str, torch.Tensor], tmp_path: Path
+    template: str, backend: str, two: Cluster, wanted: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    job, run = begin(shared, tmp_path, template, ONE_A_NODE, "--backend", backend, pace="0.3,0")
+    job, run = begin(two, tmp_path, template, ONE_A_NODE, "--backend", backend, pace="0.3,0")
     at_step(job, run, 5)
-    node = shared.node("node2")
+    node = two.node("node2")
     [rank] = [
         process for process in node.processes() if "hvd_ddp" in process.command and "torchrun" not in process.command
     ]
     node.signal(signal.SIGUSR2, [rank])
     completed(job, 120)
-    check(shared, job, run, stops=1)
+    check(two, job, run, stops=1)
     logs = [(run / f"logs/0/rank_{rank:04d}.log").read_text() for rank in (0, 1)]
     steps = [re.findall(r"told to stop \(.*\): all ranks stop after step (\d+)", text) for text in logs]
     assert steps[0] == steps[1] == [str(rows(run, "preempt")[0]["step"])]
@@ -108,10 +101,10 @@ def test_warned_on_one_rank_all_stop_after_the_same_step(
 
 
 @full
-def test_requeues_are_bounded(shared: Cluster, wanted: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_requeues_are_bounded(two: Cluster, wanted: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """By scancel --signal at each start; then a job of the same run directory goes on."""
     script = edited("train.sbatch", tmp_path, ("most_requeues=20", "most_requeues=1"))
-    job, run = begin(shared, tmp_path, script, ONE_A_NODE, pace="0.3")
+    job, run = begin(two, tmp_path, script, ONE_A_NODE, pace="0.3")
     for first in (3, 10):
         at_step(job, run, first)
         job.cancel("--signal=USR2")
@@ -119,7 +112,7 @@ def test_requeues_are_bounded(shared: Cluster, wanted: dict[str, torch.Tensor], 
     assert job.wait(30) == "FAILED"
     assert (job.exit_code, job.requeues) == (75, 1)
     assert summary(run)["status"] == "preempted"
-    other, _ = begin(shared, tmp_path, "train.sbatch", ONE_A_NODE, "--run-dir", str(run), pace="0")
+    other, _ = begin(two, tmp_path, "train.sbatch", ONE_A_NODE, "--run-dir", str(run), pace="0")
     completed(other, 120)
     assert [row["step"] for row in rows(run, "train")] == list(range(1, STEPS + 1))
     assert different(state(run), wanted) == []
@@ -127,36 +120,36 @@ def test_requeues_are_bounded(shared: Cluster, wanted: dict[str, torch.Tensor], 
 
 @full
 @pytest.mark.parametrize("template", ["train.sbatch", "torchrun.sbatch"])
-def test_scancel_signal(template: str, shared: Cluster, wanted: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    job, run = begin(shared, tmp_path, template, ONE_A_NODE, pace="0.3,0")
+def test_scancel_signal(template: str, two: Cluster, wanted: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    job, run = begin(two, tmp_path, template, ONE_A_NODE, pace="0.3,0")
     at_step(job, run, 5)
     job.cancel("--signal=USR2")
     completed(job, 120)
-    check(shared, job, run, stops=1)
+    check(two, job, run, stops=1)
     assert different(state(run), wanted) == []
 
 
 @full
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_scontrol_requeue(backend: str, shared: Cluster, wanted: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_scontrol_requeue(backend: str, two: Cluster, wanted: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """Slurm ends it with TERM, at which the ranks save, and starts it again."""
-    job, run = begin(shared, tmp_path, "train.sbatch", ONE_A_NODE, "--backend", backend, pace="0.3,0")
+    job, run = begin(two, tmp_path, "train.sbatch", ONE_A_NODE, "--backend", backend, pace="0.3,0")
     at_step(job, run, 5)
     job.requeue()
     completed(job, 120)
-    check(shared, job, run, stops=1)
+    check(two, job, run, stops=1)
     assert different(state(run), wanted) == []
 
 
 @full
 @pytest.mark.parametrize(("template", "backend"), [("mpirun", "horovod"), ("horovodrun", "horovod")])
 def test_stop_before(
-    template: str, backend: str, shared: Cluster, wanted: dict[str, torch.Tensor], tmp_path: Path
+    template: str, backend: str, two: Cluster, wanted: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     """Where the launcher mangles signals the run looks at the clock itself."""
     options = ["--backend", backend, "--stop-before", "0.5"]
-    job, run = begin(shared, tmp_path, f"{template}.sbatch", f"{ONE_A_NODE} --time=1", *options, pace=SLOW_AT_FIRST)
+    job, run = begin(two, tmp_path, f"{template}.sbatch", f"{ONE_A_NODE} --time=1", *options, pace=SLOW_AT_FIRST)
     log = completed(job, 150)
     assert "told to stop (the allocation ends at" in log
-    check(shared, job, run, stops=1)
+    check(two, job, run, stops=1)
     assert different(state(run), wanted) == []
