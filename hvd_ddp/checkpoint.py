@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hvd_ddp.durable import replace_file
 from hvd_ddp.errors import HvdDDPError
 
 NAME = re.compile(r"step_(\d{8,})\.pt")
@@ -86,26 +85,6 @@ def parse(data: bytes, origin: str) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise HvdDDPError(f"`{origin}` holds a {type(state).__name__}, not a dict. Give a checkpoint or a state dict.")
     return state
-
-
-def replace_file(path: Path, data: bytes | memoryview) -> None:
-    """Write a file so that at any moment either the old or the new one is there, also after a power cut."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _hash_file(path: Path) -> Path:

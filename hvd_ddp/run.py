@@ -19,6 +19,7 @@ import yaml
 from hvd_ddp import checkpoint
 from hvd_ddp.backends.base import Backend
 from hvd_ddp.config import TrainConfig
+from hvd_ddp.durable import replace_file
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.lock import Lock
 from hvd_ddp.log import Console, Metrics, console, log_to, stop_logging
@@ -121,7 +122,7 @@ class Run:
             (self.directory / "checkpoints").mkdir(exist_ok=True)
             self._lock.acquire()
             text = yaml.safe_dump(self.config.to_dict(), sort_keys=False)
-            checkpoint.replace_file(self.directory / "config.yaml", text.encode())
+            replace_file(self.directory / "config.yaml", text.encode())
             self._write_summary("running", {})
         except OSError as error:
             raise HvdDDPError(
@@ -205,7 +206,7 @@ class Run:
     def _write_summary(self, status: str, results: dict[str, Any]) -> None:
         job = self.backend.launch.scheduler_job
         summary = {"status": status, "restart": self.start.restart, "job": job, **self._facts(), **results}
-        checkpoint.replace_file(self.directory / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+        replace_file(self.directory / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
 
 
 def _command(directory: Path) -> str:

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "hvd_ddp"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Lower layers know nothing of higher ones.
 LAYERS = [
-    {"errors", "config", "recipes"},
+    {"errors", "config", "durable", "recipes"},
     {"job", "horovod_build"},
     {"backends"},
     {"data", "models", "precision", "optim", "ema", "tasks", "log"},

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_ddp import checkpoint
+from hvd_ddp import checkpoint, durable
 from hvd_ddp.errors import HvdDDPError
 
 STATE = {"model": {"w": torch.arange(6.0)}, "progress": {"step": 1}, "config": {"data": "digits", "init": None}}
@@ -95,7 +95,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path: Path, mon
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        checkpoint.replace_file(path, b"new")
+        durable.replace_file(path, b"new")
     assert os.listdir(tmp_path) == ["summary.json"]
     assert path.read_text() == "old"
 

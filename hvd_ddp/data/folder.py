@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from hvd_ddp.durable import sync_folder
 from hvd_ddp.errors import HvdDDPError
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def new_folder(path: Path, *, size: int = 0) -> Iterator[Path]:
         try:
             mine.mkdir()
             yield mine
-            sync(mine)
+            sync_folder(mine)
             _put(mine, path)
         finally:
             shutil.rmtree(mine, ignore_errors=True)
@@ -83,7 +84,7 @@ def _put(mine: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else: without locks another one was faster
             raise
-    sync(path.parent)
+    sync_folder(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -106,26 +107,6 @@ def _sweep(path: Path) -> None:
                 dead = time.time() - left.stat().st_mtime > FORGOTTEN
             if dead:
                 shutil.rmtree(left, ignore_errors=True)
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """A new file, on the disk when this returns."""
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(folder: Path) -> None:
-    """Bring the names in `folder` to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:  # some file systems have no fsync of folders
-        if error.errno not in _NO_LOCKS:
-            raise
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

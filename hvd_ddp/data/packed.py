@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_ddp.data.arrays import ArrayDataset, Data, check_targets
-from hvd_ddp.data.folder import new_folder, write_durably
+from hvd_ddp.data.folder import new_folder
+from hvd_ddp.durable import write_new
 from hvd_ddp.errors import HvdDDPError
 
 FORMAT = 1
@@ -159,7 +160,7 @@ def write(data: Data, path: Path, *, sources: Sources, progress: Progress = sile
             "sources": sources,
             "arrays": entries,
         }
-        write_durably(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+        write_new(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
 
 
 def _tell(progress: Progress, before: int, total: int, done: int) -> None:
@@ -218,4 +219,4 @@ def copy(source: Path, path: Path, progress: Progress = silent) -> None:
                 os.fsync(stream.fileno())
             if digest.hexdigest() != entry["sha256"]:
                 raise DamagedPackError(source, f"has a `{file.name}` whose SHA-256 is not `{entry['sha256']}`")
-        write_durably(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+        write_new(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
