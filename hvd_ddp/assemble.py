@@ -21,7 +21,13 @@ def load_data(name: str, data_dir: Path | None, backend: Backend, *, stage: Path
     """The data set of that name; if one rank can't read it, no rank goes on.
 
     What can be packed is packed once, by rank 0, and mapped by all; with `stage`, copied to that folder once a node.
+    Of what can't, rank 0 finds out what all have to know.
     """
+    source = datasets.find(name)
+    if stage is None and source.survey is not None:
+        survey = source.survey
+        found = backend.bytes_from_main(lambda: survey.look(data_dir))
+        return backend.together(lambda: survey.read(data_dir, found))
     backend.on_main(lambda: datasets.pack(name, data_dir))
     if stage is None:
         return backend.together(lambda: datasets.load(name, data_dir))
@@ -66,14 +72,20 @@ def fit_weights(model: nn.Module, state: dict[str, Any], origin: str) -> None:
 
 def check(config: TrainConfig, data: Data, world_size: int) -> None:
     """Raise HvdDDPError for options that do not fit the data or the number of ranks."""
-    if config.augment != "none" and is_float(data.train.images):
+    if config.augment != "none" and is_float(data.train.dtype):
         raise HvdDDPError(
-            f"--augment is `{config.augment}`, but the samples of {data.name} are `{data.train.images.dtype}`: only "
+            f"--augment is `{config.augment}`, but the samples of {data.name} are `{data.train.dtype}`: only "
             "uint8 images can be cropped and flipped. Use --augment none."
         )
-    if len(data.train) < config.global_batch:
+    num_samples = data.num_train
+    if num_samples is None and (config.max_steps is None or config.schedule == "step"):
         raise HvdDDPError(
-            f"--global-batch is `{config.global_batch}`, but {data.name} has `{len(data.train)}` training samples: not "
+            f"{data.name} comes in a stream whose length nobody knows: neither --epochs nor --schedule step tell a "
+            "step. Give --max-steps, with --schedule constant or cosine."
+        )
+    if num_samples is not None and num_samples < config.global_batch:
+        raise HvdDDPError(
+            f"--global-batch is `{config.global_batch}`, but {data.name} has `{num_samples}` training samples: not "
             "one whole step. Use a smaller --global-batch."
         )
     if config.global_batch < world_size * config.accumulate:
@@ -82,7 +94,7 @@ def check(config: TrainConfig, data: Data, world_size: int) -> None:
             f"{config.accumulate}: some micro-batches would be empty in every step. Use a --global-batch of at least "
             f"{world_size * config.accumulate}, or fewer ranks."
         )
-    last = len(data.train) % config.global_batch
+    last = (num_samples or 1) % config.global_batch  # a stream may end with one sample
     if config.sync_bn and 0 < last < world_size * config.accumulate:
         raise HvdDDPError(
             f"--sync-bn needs a sample of every rank in each micro-batch, but the last step of an epoch has `{last}` "

@@ -41,14 +41,20 @@ class TrainConfig:
 
     # data and model
     data: str = "digits"
-    """digits, fashion_mnist, cifar10, cifar100, synthetic:CxHxW:CLASSES:SIZE, or module:factory with factory(data_dir)
-    -> (train, eval) or (train, eval, num_classes)."""
+    """digits, fashion_mnist, cifar10, cifar100, image_folder:SIZE, synthetic:CxHxW:CLASSES:SIZE, or module:factory with
+    factory(data_dir) -> (train, eval) or (train, eval, num_classes)."""
     data_dir: Path | None = free(None)
     """Folder of the data set's files, and of its packed form."""
     stage: Path | None = free(None)
     """Folder on a disk of the node: the packed data is copied there once a node, verified, and used from there."""
     augment: AugmentName = "none"
-    """Changes of the training images. standard: random crop after padding by an eighth, and flip (digits: no flip)."""
+    """Changes of the training images. standard: random crop after padding by an eighth, and flip (digits: no flip);
+    of image_folder a random part in a random size, and flip."""
+    skip_bad: bool = free(False)
+    """Leave out samples that can't be read, such as broken pictures, and count them. Else the first ends the job."""
+    workers: int | None = free(None)
+    """Processes a rank that read samples ahead, where data is not in memory; 0: the rank reads. None: for image_folder
+    as many as the rank has threads, up to 16; else 0."""
     model: str = "convnet"
     """convnet; resnet18 (its form for 32x32 where images have up to 64 pixels a side); any classification model of
     torchvision by name; or module:factory with factory(num_classes) -> nn.Module."""
@@ -137,6 +143,8 @@ class TrainConfig:
                 raise ValueError(f"{_flag(name)} is `{getattr(self, name)}`. Give a number above 0.")
         if self.stop_before is not None and not 0 <= self.stop_before < math.inf:
             raise ValueError(f"--stop-before is `{self.stop_before}`. Give a number of minutes from 0 up.")
+        if self.workers is not None and not 0 <= self.workers <= 256:
+            raise ValueError(f"--workers is `{self.workers}`. Give a whole number from 0 to 256.")
         for name in ("momentum", "weight_decay", "warmup_steps", "decay_factor"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{_flag(name)} is `{getattr(self, name)}`. Give 0 or more.")

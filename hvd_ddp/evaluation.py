@@ -6,27 +6,25 @@ import torch
 from torch import nn
 
 from hvd_ddp.backends.base import Backend
-from hvd_ddp.data.loader import ArrayLoader
+from hvd_ddp.data.feed import Feed
 from hvd_ddp.metrics import Sums
 from hvd_ddp.precision import Precision
 from hvd_ddp.tasks import Task
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module, loader: ArrayLoader, *, task: Task, precision: Precision, backend: Backend
-) -> dict[str, float]:
+def evaluate(model: nn.Module, feed: Feed, *, task: Task, precision: Precision, backend: Backend) -> dict[str, float]:
     """Means over the set of what the task sums, and `num_samples`; the same on every rank.
 
     Empty, on every rank, when some rank has cut it short for an order to stop. `model` is the bare one: a wrapped one
     would wait in its forward for ranks that have no batch.
     """
-    launch, sums, names = backend.launch, Sums(backend.device), set[str]()
+    sums, names = Sums(backend.device), set[str]()
     pulse, stop = backend.meeting.pulse, backend.meeting.stop
     sums.add("cut_short", 0)
     was_training = model.training
     model.eval()
-    for batch in loader.evaluation_batches(rank=launch.rank, world_size=launch.world_size):
+    for batch in feed.evaluation_batches():
         if stop.pending:
             sums.add("cut_short", 1)
             break

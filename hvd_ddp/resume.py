@@ -44,7 +44,7 @@ def has_checkpoints(config: TrainConfig, launch: Launch) -> bool:
     return bool(own) or config.resume not in ("auto", "never")
 
 
-def plan(config: TrainConfig, directory: Path, *, total_steps: int, num_samples: int) -> tuple[Start, bytes]:
+def plan(config: TrainConfig, directory: Path, *, total_steps: int, num_samples: int | None) -> tuple[Start, bytes]:
     """Decide by the table "the life of a run"; reads only. The bytes are those of the checkpoint to go on from.
 
     Raises HvdDDPError where the directory holds a run that this configuration can't go on with.
@@ -96,7 +96,9 @@ def _from_file(config: TrainConfig, directory: Path, *, existing: list[Path], re
     return Start(str(directory), restart, str(path)), data
 
 
-def _may_go_on(config: TrainConfig, state: dict[str, Any], *, origin: str, total_steps: int, num_samples: int) -> None:
+def _may_go_on(
+    config: TrainConfig, state: dict[str, Any], *, origin: str, total_steps: int, num_samples: int | None
+) -> None:
     if not {"model", "optimizer", "progress", "config", "total_steps", "data"} <= state.keys():
         raise HvdDDPError(f"`{origin}` is no checkpoint of a run. To take its weights alone, use --init.")
     _same_run(config, state["config"], f"Checkpoint `{origin}`")

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class Run:
     """An open run directory. Rank 0 writes all but the log file of each rank."""
 
-    def __init__(self, config: TrainConfig, backend: Backend, *, total_steps: int, num_samples: int) -> None:
+    def __init__(self, config: TrainConfig, backend: Backend, *, total_steps: int, num_samples: int | None) -> None:
         """Decide what this start does, on rank 0, and tell all; raises HvdDDPError everywhere."""
         self.config, self.backend, self.total_steps = config, backend, total_steps
         self._data = b""
@@ -43,7 +43,7 @@ class Run:
         self._handler: logging.Handler | None = None
         self._began = time.monotonic()
 
-    def _plan(self, num_samples: int) -> dict[str, Any]:
+    def _plan(self, num_samples: int | None) -> dict[str, Any]:
         directory = default_directory(self.config, self.backend.launch)
         self._lock = Lock(directory, self.backend.launch, timeout=self.config.timeout)
         self._lock.refuse_if_held()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import Any
 
 import torch
@@ -18,9 +18,8 @@ from hvd_ddp.assemble import check
 from hvd_ddp.backends.base import Backend, average_buffers
 from hvd_ddp.config import TrainConfig
 from hvd_ddp.data.arrays import Data
-from hvd_ddp.data.augment import choose
-from hvd_ddp.data.loader import ArrayLoader, Batch
-from hvd_ddp.data.sampler import GlobalBatchSampler
+from hvd_ddp.data.feed import Place, Rank, Step, feed
+from hvd_ddp.data.loader import Batch
 from hvd_ddp.ema import Average, NoAverage
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.evaluation import evaluate
@@ -63,19 +62,18 @@ class Trainer:
             find_unused_parameters=config.find_unused_parameters,
         )
         self.average = NoAverage() if config.ema is None else Average(self.model, config.ema)
+        launch = backend.launch
+        rank = Rank(launch.rank, launch.world_size, launch.local_world_size or 1)
+        self.feed = feed(config, data, rank, device=backend.device, dtype=self.precision.dtype, agree=self._agree)
         self.step = self.updates = 0
-        self.steps_per_epoch = -(-len(data.train) // config.global_batch)
-        self.total_steps = config.max_steps or config.epochs * self.steps_per_epoch
-        augment = choose(config.augment, data, seed=config.seed)
-        self._loaders = [
-            ArrayLoader(part, augment, mean=data.mean, std=data.std, device=backend.device, dtype=self.precision.dtype)
-            for part in (data.train, data.eval)
-        ]
+        self.place = Place()
+        self.total_steps = config.max_steps or config.epochs * self.feed.steps_per_epoch
         self._norms = [module for module in self.model.modules() if isinstance(module, _NormBase)]
         self._sums = Sums(backend.device)
         self._grad_norm: Tensor | None = None
         self._averaged_at = self._saved_at = self._evaluated_at = -1  # steps
         self._data_wait = 0.0  # seconds since the last log
+        self._num_samples = 0  # used since the start, by all ranks
         self._cut_short = False  # the evaluation, by an order to stop
 
     def fit(self) -> dict[str, Any]:
@@ -83,8 +81,11 @@ class Trainer:
 
         Its "status" is "finished" or "preempted".
         """
-        num_samples = len(self.data.train)
-        with Run(self.config, self.backend, total_steps=self.total_steps, num_samples=num_samples) as run:
+        num_samples = self.data.num_train
+        with (
+            closing(self.feed),
+            Run(self.config, self.backend, total_steps=self.total_steps, num_samples=num_samples) as run,
+        ):
             if run.start.finished:
                 run.already_finished()
                 return {"status": "finished"}
@@ -92,29 +93,30 @@ class Trainer:
                 self._resume(run, run.start.checkpoint)  # before anything is written: it may not fit
             run.open()
             if run.start.checkpoint is not None:
-                run.resumed(step=self.step, epoch=self.step // self.steps_per_epoch)
+                run.resumed(step=self.step, epoch=self.place.epoch + self.place.ended)
             self.stop.instead_of_dying()
             return self._fit(run)
 
     def _fit(self, run: Run) -> dict[str, Any]:
         self._interval = time.perf_counter()
-        began, first, results = self._interval, self.step, {}
+        began, results = self._interval, {}
         if self.step == self.total_steps or (self.step != self._evaluated_at and self._evaluation_due()):
             results = self._evaluate(run)  # a stop or a kill came before it
-        for micros, window in self._batches():
-            self.train_step(micros, window)
+        for step in self._steps():
+            self.train_step(step.micros, step.window)
+            self.place = step.place
             if self.step % self.config.log_every == 0 or self.step == self.total_steps:
                 self._log(run)
             if self._evaluation_due():
                 results = self._evaluate(run)
-            if self._due(self.config.save_every or self.steps_per_epoch):
+            if self._save_due():
                 self._save(run)
         status = "finished" if self.step == self._evaluated_at == self.total_steps else "preempted"
         if status == "preempted":
             run.stopping(step=self.step)
         self._save(run)
-        speed = (self._samples(self.step) - self._samples(first)) / (time.perf_counter() - began)
-        results |= {"steps": self.step, "epochs": self.step / self.steps_per_epoch, "samples_per_second": speed}
+        speed = self._num_samples / (time.perf_counter() - began)
+        results |= {"steps": self.step, "epochs": self.feed.epochs(self.place), "samples_per_second": speed}
         self.pulse.at("meeting the others")
         self.backend.barrier()
         return run.close(status, results)
@@ -124,7 +126,9 @@ class Trainer:
         backend, world_size = self.backend, self.backend.launch.world_size
         pulse = self.pulse
         torch.manual_seed(_seed(self.config.seed, self.step, backend.launch.rank))  # dropout: no state to restore
-        rate = learning_rate(self.config, self.updates, total=self.total_steps, steps_per_epoch=self.steps_per_epoch)
+        rate = learning_rate(
+            self.config, self.updates, total=self.total_steps, steps_per_epoch=self.feed.steps_per_epoch
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         for number, micro in enumerate(micros, 1):
@@ -136,6 +140,8 @@ class Trainer:
                 self.precision.backward(losses.sum() * (world_size / window))
             self._sums.add("loss", losses.detach().sum())
             self._sums.add("num_samples", micro.num_samples)
+            if micro.num_bad:
+                self._sums.add("num_bad", micro.num_bad)
         pulse.at("averaging gradients")
         with backend.synchronize(self.optimizer):
             pulse.at("updating parameters")
@@ -145,6 +151,7 @@ class Trainer:
         self.average.update(self.updates)
         self.optimizer.zero_grad()
         self.step += 1
+        self._num_samples += window
         pulse.step = self.step
 
     def _losses(self, batch: Batch) -> Tensor:
@@ -176,9 +183,7 @@ class Trainer:
         """
         self._average_buffers()
         with self.average.applied():
-            return evaluate(
-                self.model, self._loaders[1], task=self.task, precision=self.precision, backend=self.backend
-            )
+            return evaluate(self.model, self.feed, task=self.task, precision=self.precision, backend=self.backend)
 
     def state_dict(self) -> dict[str, Any]:
         """All that goes on in another process needs, in plain types."""
@@ -188,9 +193,10 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
             "progress": {"step": self.step, "updates": self.updates, "evaluated_at": self._evaluated_at},
+            "place": self.feed.to_save(self.place),
             "total_steps": self.total_steps,
             "config": self.config.to_dict(),
-            "data": {"name": self.data.name, "num_samples": len(self.data.train), "num_classes": self.data.num_classes},
+            "data": {"name": self.data.name, "num_samples": self.data.num_train, "num_classes": self.data.num_classes},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -201,38 +207,33 @@ class Trainer:
         self.precision.scaler.load_state_dict(state["scaler"])
         progress = state["progress"]
         self.step, self.updates = progress["step"], progress["updates"]
+        self.place = self.feed.place(self.step, state.get("place", {}))
         self._evaluated_at = progress.get("evaluated_at", -1)
 
-    def _batches(self) -> Iterator[tuple[list[Batch], int]]:
-        """From the present step to the last: this rank's micro-batches, and the samples that all ranks use."""
-        launch, config = self.backend.launch, self.config
-        while self.step < self.total_steps:
-            epoch, start = divmod(self.step, self.steps_per_epoch)
-            sampler = GlobalBatchSampler(
-                len(self.data.train), config.global_batch,
-                rank=launch.rank, world_size=launch.world_size, seed=config.seed, epoch=epoch, start=start,
-            )  # fmt: skip
-            for indices, window in sampler:
-                if self.stop.after(self.step, known=self._cut_short):
-                    return
-                self.pulse.at("loading data")
-                began = time.perf_counter()
-                micros = self._loaders[0].micro_batches(indices, config.accumulate, epoch)
-                self._data_wait += time.perf_counter() - began
-                yield micros, window
-                if self.step >= self.total_steps:
-                    return
+    def _steps(self) -> Iterator[Step]:
+        """From the present step to the last."""
+        steps = self.feed.steps(self.place, self.total_steps - self.step)
+        while self.step < self.total_steps and not self.stop.after(self.step, known=self._cut_short):
+            self.pulse.at("loading data")
+            began = time.perf_counter()
+            step = next(steps)
+            self._data_wait += time.perf_counter() - began
+            yield step
 
-    def _samples(self, step: int) -> int:
-        """Samples used up to that step."""
-        epochs, steps = divmod(step, self.steps_per_epoch)
-        return epochs * len(self.data.train) + steps * self.config.global_batch
+    def _agree(self, counts: list[int]) -> list[int]:
+        """The sums over all ranks: of samples in steps of a stream."""
+        self.pulse.at("meeting the others")
+        sums: list[int] = self.backend.all_reduce(torch.tensor(counts, device=self.backend.device)).tolist()
+        self.pulse.at("loading data")
+        return sums
 
-    def _due(self, every: int) -> bool:
-        return self.step % every == 0 or self.step == self.total_steps
+    def _save_due(self) -> bool:
+        every = self.config.save_every
+        return self.step == self.total_steps or (self.place.ended if every is None else self.step % every == 0)
 
     def _evaluation_due(self) -> bool:
-        return self.step > 0 and self._due(self.config.eval_every * self.steps_per_epoch)
+        ended = self.place.ended and (self.place.epoch + 1) % self.config.eval_every == 0
+        return self.step > 0 and (ended or self.step == self.total_steps)
 
     def _average_buffers(self) -> None:
         if self._averaged_at != self.step:
@@ -262,16 +263,18 @@ class Trainer:
 
     def _log(self, run: Run) -> None:
         self.pulse.at("logging")
-        sums = self._sums.reduce(self.backend, ["loss", "num_samples"])
+        sums = self._sums.reduce(self.backend, ["loss", "num_samples", "num_bad"])
         now = time.perf_counter()
+        bad = {"bad_samples": int(sums["num_bad"])} if sums["num_bad"] else {}
         run.trained(
             step=self.step,
-            epoch=(self.step - 1) // self.steps_per_epoch,
-            loss=sums["loss"] / sums["num_samples"],
+            epoch=self.place.epoch,
+            loss=sums["loss"] / max(1, sums["num_samples"]),
             lr=self.optimizer.param_groups[0]["lr"],
             grad_norm=None if self._grad_norm is None else float(self._grad_norm),
             samples_per_second=sums["num_samples"] / (now - self._interval),
             data_wait=self._data_wait / (now - self._interval),  # share of the time, on this rank
+            **bad,
         )
         self._interval, self._data_wait = now, 0.0
 
@@ -281,7 +284,7 @@ class Trainer:
         if self._cut_short:
             return {}
         self._evaluated_at = self.step
-        run.evaluated(step=self.step, epoch=(self.step - 1) // self.steps_per_epoch, results=results)
+        run.evaluated(step=self.step, epoch=self.place.epoch, results=results)
         return {name: value for name, value in results.items() if name != "num_samples"}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,10 +74,14 @@ def _prepare(options: Prepare) -> int:
     if options.data_dir is not None and datasets.find(options.name).packs:
         where = f"; {packed.path_of(options.name, options.data_dir)}"
     print(
-        f"{options.name}: {done}; {len(data.train)} + {len(data.eval)} samples of {shape}, "
+        f"{options.name}: {done}; {' + '.join(map(_length, (data.train, data.eval)))} samples of {shape}, "
         f"{data.num_classes} classes{where}"
     )
     return FINISHED
+
+
+def _length(part: object) -> str:
+    return str(len(part)) if isinstance(part, Sized) else "any number of"
 
 
 @contextmanager

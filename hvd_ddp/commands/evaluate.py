@@ -76,7 +76,7 @@ def run(arguments: list[str]) -> int:
 
 def _evaluate(options: Options, backend: Any) -> dict[str, float]:
     from hvd_ddp import assemble, checkpoint
-    from hvd_ddp.data.loader import ArrayLoader
+    from hvd_ddp.data.feed import Rank, feed
     from hvd_ddp.evaluation import evaluate
     from hvd_ddp.precision import Precision as Numbers
     from hvd_ddp.tasks import Classification
@@ -89,8 +89,12 @@ def _evaluate(options: Options, backend: Any) -> dict[str, float]:
     assemble.fit_weights(model, state, origin)
     numbers = Numbers(config.precision, backend.device)
     model.to(backend.device, numbers.dtype)
-    loader = ArrayLoader(data.eval, mean=data.mean, std=data.std, device=backend.device, dtype=numbers.dtype)
-    return evaluate(model, loader, task=Classification(), precision=numbers, backend=backend)
+    launch = backend.launch
+    rank = Rank(launch.rank, launch.world_size, launch.local_world_size or 1)
+    with contextlib.closing(
+        feed(config, data, rank, device=backend.device, dtype=numbers.dtype, agree=lambda counts: counts)
+    ) as batches:
+        return evaluate(model, batches, task=Classification(), precision=numbers, backend=backend)
 
 
 def _read(path: Path) -> bytes:

@@ -1,11 +1,17 @@
 """Data sets that are plain arrays, and the numbers that normalise them."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from hvd_ddp.data.items import Part
 
 _PIXELS_AT_ONCE = 1 << 22  # bincount widens to int64: 32 MiB at a time
 
@@ -23,7 +29,7 @@ class ArrayDataset:
 
     def __post_init__(self) -> None:
         images, targets = self.images, self.targets
-        fits = images.ndim >= 2 if is_float(images) else images.dtype == np.uint8 and images.ndim == 4
+        fits = images.ndim >= 2 if is_float(images.dtype) else images.dtype == np.uint8 and images.ndim == 4
         if not fits or 0 in images.shape:
             raise ValueError(
                 f"images are {images.dtype} {images.shape}, not uint8 (N, C, H, W) or floating-point (N, ...), N >= 1"
@@ -34,6 +40,20 @@ class ArrayDataset:
     def __len__(self) -> int:
         return len(self.images)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one sample."""
+        return self.images.shape[1:]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of its numbers."""
+        return self.images.dtype
+
+
+def _all(part: Part) -> NDArray[Any]:
+    return part.images  # type: ignore[union-attr]
+
 
 @dataclass(frozen=True, eq=False)
 class Data:
@@ -43,35 +63,43 @@ class Data:
     """
 
     name: str
-    train: ArrayDataset
-    eval: ArrayDataset
+    train: Part
+    eval: Part
     num_classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     @classmethod
-    def measure(cls, name: str, train: ArrayDataset, eval: ArrayDataset, num_classes: int) -> "Data":
-        """Data with the mean and std of `train`; ValueError where the parts or the classes do not fit each other."""
-        if train.images.shape[1:] != eval.images.shape[1:]:
-            raise ValueError(f"{name}: images are {train.images.shape[1:]} in train, {eval.images.shape[1:]} in eval")
-        if train.images.dtype != eval.images.dtype:
-            raise ValueError(f"{name}: images are {train.images.dtype} in train, {eval.images.dtype} in eval")
+    def measure(
+        cls, name: str, train: Part, eval: Part, num_classes: int, *, probe: Callable[[Part], NDArray[Any]] = _all
+    ) -> Data:
+        """Data with the mean and std of `probe(train)`; ValueError where parts or classes do not fit each other."""
+        if train.shape != eval.shape:
+            raise ValueError(f"{name}: images are {train.shape} in train, {eval.shape} in eval")
+        if train.dtype != eval.dtype:
+            raise ValueError(f"{name}: images are {train.dtype} in train, {eval.dtype} in eval")
         for part in (train, eval):
-            check_targets(name, part, num_classes)
-        num_channels = train.images.shape[1]
+            if isinstance(part, ArrayDataset):
+                check_targets(name, part, num_classes)
+        num_channels = train.shape[0]
         mean, std = (0.0,) * num_channels, (1.0,) * num_channels
-        if not is_float(train.images):
-            mean, std = channel_statistics(train.images)
+        if not is_float(train.dtype):
+            mean, std = channel_statistics(probe(train))
         return cls(name, train, eval, num_classes, mean, std)
 
     @property
     def image_shape(self) -> tuple[int, ...]:
         """Of one sample: (C, H, W), or whatever floating-point samples have."""
-        return self.train.images.shape[1:]
+        return self.train.shape
 
     @property
     def num_channels(self) -> int:
         return self.image_shape[0]
+
+    @property
+    def num_train(self) -> int | None:
+        """Samples for training; None where nobody knows."""
+        return len(self.train) if isinstance(self.train, Sized) else None
 
 
 def check_targets(name: str, part: ArrayDataset, num_classes: int) -> None:
@@ -81,9 +109,9 @@ def check_targets(name: str, part: ArrayDataset, num_classes: int) -> None:
         raise ValueError(f"{name}: targets are {low}..{high}, not within 0..{num_classes - 1}")
 
 
-def is_float(array: NDArray[Any]) -> bool:
+def is_float(dtype: np.dtype[Any]) -> bool:
     """Whether the samples are floating-point numbers, which nobody normalises."""
-    return np.issubdtype(array.dtype, np.floating)
+    return np.issubdtype(dtype, np.floating)
 
 
 def channel_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:

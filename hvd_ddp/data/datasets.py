@@ -13,6 +13,7 @@ from hvd_ddp.data.cifar import cifar
 from hvd_ddp.data.digits import load_digits
 from hvd_ddp.data.fashion_mnist import download, find_files, load_fashion_mnist
 from hvd_ddp.data.folder import CannotWriteError, only_one, translated
+from hvd_ddp.data.image_folder import image_folder
 from hvd_ddp.data.packed import DamagedPackError, Progress, silent
 from hvd_ddp.data.source import Source
 from hvd_ddp.data.synthetic import synthetic
@@ -35,6 +36,7 @@ DATASETS: dict[str, Source] = {
     "cifar100": cifar("cifar100"),
 }
 FORMS = {  # names with parameters, for `data list` and errors
+    "image_folder:SIZE": image_folder("image_folder").about,
     "synthetic:CxHxW:CLASSES:SIZE": "noise with a pattern for each class, SIZE + SIZE/10 images; nothing to download",
     "module:factory": "your own: factory(data_dir) -> (train, eval) or (train, eval, num_classes)",
 }
@@ -46,10 +48,12 @@ def find(name: str) -> Source:
         return DATASETS[name]
     if name.partition(":")[0] == "synthetic":
         return synthetic(name)
+    if name.partition(":")[0] == "image_folder":
+        return image_folder(name)
     if ":" in name:
-        from hvd_ddp.data import own  # imports torch
+        from hvd_ddp.data.own import own  # imports torch
 
-        return Source("", lambda data_dir: own.load(name, data_dir), packs=False)
+        return own(name)
     near = difflib.get_close_matches(name.lower().replace("-", "_"), DATASETS, n=1)
     guess = f" Did you mean `{near[0]}`?" if near else ""
     choices = ", ".join(f"`{choice}`" for choice in [*DATASETS, *FORMS])

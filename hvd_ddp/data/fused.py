@@ -15,7 +15,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes a number: inte
 
 
 class Fused:
-    """`Augmentation.look` for uint8 `images` (N, C, H, W) on the CPU, bit for bit, several times as fast.
+    """`Augmentation.look` for uint8 images on the CPU, bit for bit, several times as fast.
 
     A pixel has 256 values, so normalising is a look-up in a table that `normalise` itself has filled: (C, 256), in the
     dtype of training. The compiled code moves bits and computes nothing that could be rounded. It runs on one thread
@@ -24,18 +24,18 @@ class Fused:
     Raises ImportError where numba can't be imported, as with a numpy that is newer than it knows.
     """
 
-    def __init__(self, augmentation: Augmentation, images: Tensor, table: Tensor) -> None:
-        self.augmentation, self._images = augmentation, images.numpy()
+    def __init__(self, augmentation: Augmentation, table: Tensor) -> None:
+        self.augmentation = augmentation
         self._bits = _BITS[table.dtype.itemsize]
         self._dtype, self._table = table.dtype, table.contiguous().view(self._bits).numpy()
         self._fill = _compiled(str(self._bits).removeprefix("torch."))
 
-    def __call__(self, samples: Tensor, draws: Tensor) -> Tensor:
-        """The samples, int64 (n,) within the images, with their draws, int64 (n, 5): (n, C, H, W)."""
-        looks = torch.empty(len(samples), *self._images.shape[1:], dtype=self._dtype, device="cpu")
+    def __call__(self, images: Tensor, samples: Tensor, draws: Tensor) -> Tensor:
+        """The `samples`, int64 (n,), of uint8 `images` (N, C, H, W) with their draws, int64 (n, 5): (n, C, H, W)."""
+        looks = torch.empty(len(samples), *images.shape[1:], dtype=self._dtype, device="cpu")
         rows, columns = self.augmentation.padding
         self._fill(
-            self._images, samples.numpy(), draws.numpy(), self._table, rows, columns, self.augmentation.cutout,
+            images.numpy(), samples.numpy(), draws.numpy(), self._table, rows, columns, self.augmentation.cutout,
             looks.view(self._bits).numpy(),
         )  # fmt: skip
         return looks

@@ -31,3 +31,10 @@ def mix(state: Numbers) -> Numbers:
     state = (state ^ ((state >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64)
     state = (state ^ ((state >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64)
     return state ^ ((state >> 31) & (2**33 - 1))
+
+
+def uniform(number: int, count: int) -> list[float]:
+    """`count` random numbers in [0, 1) that follow from `number`, 64 bits: the splitmix64 stream that begins there."""
+    states = np.arange(1, count + 1, dtype=np.int64) * GOLDEN + number
+    bits: list[int] = ((mix(states) >> 11) & (2**53 - 1)).tolist()
+    return [value / 2**53 for value in bits]

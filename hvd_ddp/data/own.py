@@ -1,32 +1,112 @@
-"""The user's own data: what `module:factory` returns, as arrays."""
+"""The user's own data: what `module:factory` returns."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import json
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, TensorDataset
 
-from hvd_ddp.data.arrays import ArrayDataset, Data, is_float
+from hvd_ddp.data.arrays import ArrayDataset, Data
+from hvd_ddp.data.items import Part, Sample, check_form, generators_as_before, seed_generators
+from hvd_ddp.data.source import Source
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.models import load_factory
 
-NUM_PROBES = 32  # samples that are read twice: random ones would be frozen into what they were the first time
-MOST = 1 << 33  # bytes of one part that are read into memory
+log = logging.getLogger(__name__)
+
+NUM_PROBES = 256  # images whose mean and std stand for those of all, where all can't be held in memory
 _FLOATS = (np.float16, np.float32, np.float64)
 
 
-def load(name: str, data_dir: Path | None) -> Data:
+def own(name: str) -> Source:
     """What the factory makes of `data_dir`: `(train, eval)` or `(train, eval, num_classes)`.
 
-    A part is an ArrayDataset, a TensorDataset (its memory is used as it is), or any map-style data set of
-    `(input, target)`, read once into memory. Without `num_classes` it is the largest target plus one. Raises
+    An ArrayDataset or a TensorDataset is used as it is in memory. Of any map-style data set of `(input, target)` the
+    samples are read when they are needed; an iterable one is read in its own order (`OwnStream`). Without
+    `num_classes` it is the length of the training set's `classes`, else the largest target plus one. Raises
     HvdDDPError for what is none of these; the factory's own exceptions come through.
     """
+
+    @functools.cache
+    def parts(data_dir: Path | None) -> tuple[Part, Part, int | None]:
+        return _parts(name, data_dir)
+
+    return Source.surveyed(
+        "",
+        look=lambda data_dir: json.dumps(_measure(name, *parts(data_dir))).encode(),
+        read=lambda data_dir, found: _data(name, parts(data_dir), json.loads(found)),
+    )
+
+
+def _data(name: str, parts: tuple[Part, Part, int | None], found: list[Any]) -> Data:
+    num_classes, mean, std = found
+    return Data(name, parts[0], parts[1], num_classes, tuple(mean), tuple(std))
+
+
+class OwnItems:
+    """A map-style data set of `(input, target)`: tensors, arrays or PIL images, and a whole number."""
+
+    augments = False
+
+    def __init__(self, name: str, dataset: Any) -> None:
+        self.name, self.dataset = name, dataset
+        if len(self) == 0:
+            raise HvdDDPError(f"--data `{name}` is empty: there is nothing to do. Return at least one sample.")
+        self.shape, self.dtype = _form(name, functools.partial(self.read, 0, 0))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read(self, index: int, number: int, *, augment: bool = False) -> Sample:
+        """The data set's own item; what it draws from random generators follows from how they are seeded."""
+        return _sample(self.name, index, self.dataset[index])
+
+
+class OwnStream:
+    """An iterable data set of `(input, target)`.
+
+    One that has `shard(rank, world_size)` gives each rank an iterable of its own. Of any other each rank reads the
+    whole and uses its share of each global batch, so that it must come in the same order everywhere. `set_epoch(epoch)`
+    is called before each pass, if there is one.
+    """
+
+    def __init__(self, name: str, dataset: Any) -> None:
+        self.name, self.dataset = name, dataset
+        self.sharded = hasattr(dataset, "shard")
+        self.shape, self.dtype = _form(name, lambda: next(self.flow(0, 0, 1)))
+
+    def flow(self, epoch: int, rank: int, world_size: int) -> Iterator[Sample]:
+        """The samples of an epoch in the data set's order."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        source = self.dataset.shard(rank, world_size) if self.sharded else self.dataset
+        for index, item in enumerate(source):
+            yield _sample(self.name, index, item)
+
+
+def _form(name: str, first: Callable[[], Sample]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and type of the first sample, which all others must have."""
+    with generators_as_before():
+        seed_generators(0)
+        try:
+            array, _ = first()
+        except StopIteration:
+            raise HvdDDPError(
+                f"--data `{name}` is empty: there is nothing to do. Return at least one sample."
+            ) from None
+    return array.shape, array.dtype
+
+
+def _parts(name: str, data_dir: Path | None) -> tuple[Part, Part, int | None]:
     factory = load_factory("--data", name)
     try:
         inspect.signature(factory).bind(data_dir)
@@ -38,83 +118,100 @@ def load(name: str, data_dir: Path | None) -> Data:
             f"--data `{name}` returned a `{_kind(made)}`: not a training and an evaluation set. "
             "Return (train, eval) or (train, eval, num_classes)."
         )
-    train, evaluation = (
-        _arrays(f"{name}, {part}", value) for part, value in zip(("train", "eval"), made, strict=False)
-    )
-    num_classes = made[2] if len(made) == 3 else int(max(train.targets.max(), evaluation.targets.max())) + 1
-    if not isinstance(num_classes, int) or num_classes < 1:
+    train, evaluation = (_part(f"{name}, {part}", value) for part, value in zip(("train", "eval"), made, strict=False))
+    num_classes = made[2] if len(made) == 3 else None
+    if num_classes is not None and (not isinstance(num_classes, int) or num_classes < 1):
         raise HvdDDPError(
             f"--data `{name}` returned `{num_classes!r}` as num_classes. Return a whole number from 1 up."
         )
-    try:
-        return Data.measure(name, train, evaluation, num_classes)
-    except ValueError as error:
-        raise HvdDDPError(f"--data {_quoted(error)}: no model can be trained on that. Mend the factory.") from error
+    return train, evaluation, num_classes
 
 
-def _arrays(origin: str, part: Any) -> ArrayDataset:
+def _part(origin: str, part: Any) -> Part:
     if isinstance(part, ArrayDataset):
         return part
-    if isinstance(part, IterableDataset) or not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
-        raise HvdDDPError(
-            f"--data `{origin}` is a `{_kind(part)}`, which has no length or no items by number: the exact order of "
-            "the samples needs both. Return a map-style data set, with __len__ and __getitem__."
-        )
-    if len(part) == 0:
-        raise HvdDDPError(f"--data `{origin}` is empty: there is nothing to do. Return at least one sample.")
     if isinstance(part, TensorDataset) and len(part.tensors) == 2:
+        if len(part.tensors[0]) == 0:
+            raise HvdDDPError(f"--data `{origin}` is empty: there is nothing to do. Return at least one sample.")
         inputs, targets = (_array(origin, tensor) for tensor in part.tensors)
-    else:
-        inputs, targets = _read(origin, part)
+        try:
+            return ArrayDataset(_inputs(origin, inputs), _targets(origin, targets))
+        except ValueError as error:
+            raise HvdDDPError(f"--data {_quoted(f'{origin}: {error}')}. Mend the factory.") from error
+    if isinstance(part, IterableDataset) or (hasattr(part, "__iter__") and not hasattr(part, "__getitem__")):
+        return OwnStream(origin, part)
+    if hasattr(part, "__getitem__") and hasattr(part, "__len__"):
+        return OwnItems(origin, part)
+    raise HvdDDPError(
+        f"--data `{origin}` is a `{_kind(part)}`, which is no data set. Return a map-style one, with __len__ and "
+        "__getitem__, or an iterable one."
+    )
+
+
+def _measure(
+    name: str, train: Part, evaluation: Part, num_classes: int | None
+) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
+    """Number of classes, mean and std, found out by one rank for all."""
+    if num_classes is None:
+        num_classes = _num_classes(name, train, evaluation)
     try:
-        return ArrayDataset(_samples(origin, inputs), _targets(origin, targets))
+        data = Data.measure(name, train, evaluation, num_classes, probe=_probe)
     except ValueError as error:
-        raise HvdDDPError(f"--data {_quoted(f'{origin}: {error}')}. Mend the factory.") from error
+        raise HvdDDPError(f"--data {_quoted(error)}: no model can be trained on that. Mend the factory.") from error
+    return num_classes, data.mean, data.std
 
 
-def _read(origin: str, part: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Each item once, into memory; refused where a second look shows another sample."""
-    probes = {len(part) * number // NUM_PROBES for number in range(NUM_PROBES)}
-    first, _ = _item(origin, part, 0)
-    if first.nbytes * len(part) > MOST:
+def _num_classes(name: str, *parts: Part) -> int:
+    classes = getattr(getattr(parts[0], "dataset", None), "classes", None)
+    if isinstance(classes, list | tuple):
+        return len(classes)
+    if any(isinstance(part, OwnStream) for part in parts):
         raise HvdDDPError(
-            f"--data `{origin}` would take `{first.nbytes * len(part) / 1e9:.1f}` GB in the memory of every rank. "
-            "Return a TensorDataset or an ArrayDataset of memory-mapped arrays (np.load with mmap_mode='r')."
+            f"--data `{name}` has an iterable data set, whose classes nobody can count beforehand. Return (train, "
+            "eval, num_classes)."
         )
-    inputs = np.empty((len(part), *first.shape), first.dtype)
-    targets = []
-    for index in range(len(part)):
-        sample, target = _item(origin, part, index)
-        if sample.shape != first.shape or sample.dtype != first.dtype:
-            raise HvdDDPError(
-                f"--data `{origin}` has {first.dtype} `{first.shape}` as its sample 0 and {sample.dtype} "
-                f"`{sample.shape}` as its sample {index}: they make no batch. Bring all to one shape and type."
-            )
-        inputs[index] = sample
-        targets.append(target)
-    for index in sorted(probes):
-        again, target = _item(origin, part, index)
-        if target != targets[index] or not np.array_equal(again, inputs[index], equal_nan=is_float(again)):
-            raise HvdDDPError(
-                f"--data `{origin}` gives another sample {index} each time (random transforms?): it is read once, so "
-                "that all epochs would see the same. Leave the random part out; --augment does that for images."
-            )
-    return inputs, np.asarray(targets)
+    largest = 0
+    for part in parts:
+        if isinstance(part, ArrayDataset):
+            largest = max(largest, int(part.targets.max()))
+            continue
+        items = cast(OwnItems, part)
+        log.warning("Reading all %d samples of `%s` to count its classes: return (train, eval, num_classes) to spare "
+                    "that.", len(items), items.name)  # fmt: skip
+        with generators_as_before():
+            for index in range(len(items)):
+                seed_generators(0)
+                array, target = items.read(index, 0)
+                check_form(items, index, array)
+                largest = max(largest, target)
+    return largest + 1
 
 
-def _item(origin: str, part: Any, index: int) -> tuple[NDArray[Any], Any]:
-    item = part[index]
+def _probe(part: Part) -> NDArray[Any]:
+    """Some of the samples, to measure: (n, *shape)."""
+    if isinstance(part, ArrayDataset):
+        return part.images
+    with generators_as_before():
+        seed_generators(0)
+        if isinstance(part, OwnStream):
+            return np.stack([sample for _, (sample, _) in zip(range(NUM_PROBES), part.flow(0, 0, 1), strict=False)])
+        items = cast(OwnItems, part)
+        num = min(NUM_PROBES, len(items))
+        return np.stack([items.read(len(items) * number // num, 0)[0] for number in range(num)])
+
+
+def _sample(origin: str, index: int, item: Any) -> Sample:
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise HvdDDPError(f"--data `{origin}` has a `{_kind(item)}` as its sample {index}. Return (input, target).")
     sample, target = _array(origin, item[0]), _array(origin, item[1])
-    if target.ndim:
+    if target.ndim or target.dtype.kind not in "iub":
         raise HvdDDPError(
-            f"--data `{origin}` has a target of the shape `{target.shape}` at sample {index}: the loss wants one class "
-            "a sample. Return a whole number."
+            f"--data `{origin}` has a target of the type {target.dtype} and the shape `{target.shape}` at sample "
+            f"{index}: the loss wants one class a sample. Return a whole number."
         )
     if not isinstance(item[0], torch.Tensor | np.ndarray) and sample.dtype == np.uint8:
         sample = sample[None] if sample.ndim == 2 else np.moveaxis(sample, -1, 0)  # a PIL image: (H, W) or (H, W, C)
-    return sample, target.item()
+    return _inputs(origin, sample[None])[0], int(target)
 
 
 def _array(origin: str, value: Any) -> NDArray[Any]:
@@ -132,15 +229,15 @@ def _array(origin: str, value: Any) -> NDArray[Any]:
     return array
 
 
-def _samples(origin: str, inputs: NDArray[Any]) -> NDArray[Any]:
+def _inputs(origin: str, inputs: NDArray[Any]) -> NDArray[Any]:
     """uint8 (N, C, H, W) or floats (N, ...)."""
     if inputs.dtype in _FLOATS:
         return inputs if inputs.ndim > 1 else inputs[:, None]
     if inputs.dtype == np.uint8 and inputs.ndim in (3, 4):
         return inputs if inputs.ndim == 4 else inputs[:, None]
     raise HvdDDPError(
-        f"--data `{origin}` has inputs of the type {inputs.dtype} and the shape `{inputs.shape}`, which are neither "
-        "images (uint8, (N, C, H, W) or (N, H, W)) nor floating-point numbers. Convert them to float32."
+        f"--data `{origin}` has inputs of the type {inputs.dtype} and the shape `{inputs.shape[1:]}` a sample, which "
+        "are neither images (uint8, (C, H, W) or (H, W)) nor floating-point numbers. Convert them to float32."
     )
 
 
@@ -148,7 +245,7 @@ def _targets(origin: str, targets: NDArray[Any]) -> NDArray[np.int64]:
     if targets.dtype.kind not in "iu" or targets.ndim != 1:
         raise HvdDDPError(
             f"--data `{origin}` has targets of the type {targets.dtype} and the shape `{targets.shape}`: the loss "
-            "wants one class a sample. Return whole numbers, (N,)."
+            "wants one class a sample. Return whole numbers."
         )
     return targets.astype(np.int64, copy=False)
 

@@ -144,6 +144,7 @@ def _pieces(path: Path, file: Path) -> Iterator[bytes]:
 
 def write(data: Data, path: Path, *, sources: Sources, progress: Progress = silent) -> None:
     """Pack `data` into the folder `path`, inside `folder.only_one`. Raises CannotWriteError and leaves nothing then."""
+    assert isinstance(data.train, ArrayDataset) and isinstance(data.eval, ArrayDataset)
     parts = (data.train.images, data.train.targets, data.eval.images, data.eval.targets)
     total, done = sum(part.nbytes for part in parts), 0
     with new_folder(path, size=total) as folder:

@@ -16,6 +16,17 @@ def _no_files(data_dir: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
+class Survey:
+    """Data of which one rank finds out something for all, so that not every rank has to look at every file.
+
+    Both raise HvdDDPError for data that is missing or damaged.
+    """
+
+    look: Callable[[Path | None], bytes]
+    read: Callable[[Path | None, bytes], Data]  # given what `look` has found
+
+
+@dataclass(frozen=True)
 class Source:
     """Where a data set comes from. `read` raises HvdDDPError for files that are missing or damaged."""
 
@@ -25,6 +36,15 @@ class Source:
     download: Callable[[Path], None] | None = None  # into the folder; only where someone asks for it
     packs: bool = True  # whether a packed form makes sense
     train_packs: bool = True  # whether train may make it; else only `data prepare` and --stage do
+    survey: Survey | None = None
+
+    @classmethod
+    def surveyed(
+        cls, about: str, look: Callable[[Path | None], bytes], read: Callable[[Path | None, bytes], Data]
+    ) -> Source:
+        """Data without a packed form, read after a survey."""
+        survey = Survey(look, read)
+        return cls(about, lambda data_dir: read(data_dir, look(data_dir)), packs=False, survey=survey)
 
     def fingerprint(self, data_dir: Path | None) -> Sources:
         """Size and time of change of each file that the data is read from; empty where they are not there."""

@@ -1,5 +1,7 @@
 """Data for --data own_data:NAME."""
 
+import random
+
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
@@ -21,14 +23,40 @@ class Items(Dataset):
 
 
 class Jittered(Items):
+    """Each of the three generators that a transform may use."""
+
     def __getitem__(self, index):
         inputs, target = super().__getitem__(index)
-        return inputs + torch.rand(()), target
+        return inputs + torch.rand(()) + np.random.rand() + random.random(), target
 
 
 class Stream(IterableDataset):
+    """`num` samples that hold their number, behind it noise, and the epoch."""
+
+    def __init__(self, num):
+        self.num, self.epoch = num, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
     def __iter__(self):
-        yield torch.zeros(3), 0
+        for index in range(self.num):
+            yield torch.tensor([index, random.random(), self.epoch]), index % 3
+
+
+class Shards(Stream):
+    """Each rank has one more than the rank before it."""
+
+    def shard(self, rank, world_size):
+        for index in range(self.num + rank):
+            yield torch.tensor([index * world_size + rank, random.random(), self.epoch]), index % 3
+
+
+class Faulty(Items):
+    def __getitem__(self, index):
+        if index in (3, 7):
+            raise OSError(f"no sample {index}")
+        return super().__getitem__(index)
 
 
 def classes(num, num_classes=3):
@@ -96,6 +124,34 @@ def mapped(data_dir):
     return part, part
 
 
+def jittered(data_dir):
+    part = Jittered([(torch.full((64,), float(index)), index % 3) for index in range(100)])
+    return part, part, 3
+
+
+def stream(data_dir):
+    return Stream(50), Stream(10), 3
+
+
+def shards(data_dir):
+    return Shards(20), Shards(5), 3
+
+
+def stream_and_items(data_dir):
+    return Stream(50), Items([(torch.zeros(3), 0)] * 7), 3
+
+
+def faulty(data_dir):
+    part = Faulty([(torch.zeros(64), index % 3) for index in range(12)])
+    return part, part, 3
+
+
+def with_classes(data_dir):
+    part = Items([(torch.zeros(3), 0)] * 5)
+    part.classes = ["a", "b", "c", "d"]
+    return part, part
+
+
 # Faulty ones
 
 
@@ -119,8 +175,12 @@ def four(data_dir):
     return (1, 2, 3, 4)
 
 
-def stream(data_dir):
-    return Stream(), Stream()
+def stream_alone(data_dir):
+    return Stream(50), Stream(10)
+
+
+def empty_stream(data_dir):
+    return Stream(0), Stream(0), 3
 
 
 def empty(data_dir):
@@ -163,10 +223,6 @@ def words(data_dir):
     return whole(Items([("a word", 0)] * 3))
 
 
-def jittered(data_dir):
-    return whole(Jittered([(torch.zeros(3), 0)] * 3))
-
-
 def label(data_dir):
     return *whole(TensorDataset(floats(), classes(12, 5))), 4
 
@@ -192,12 +248,8 @@ class TensorDatasetOfTwoLengths(TensorDataset):
         self.tensors = (floats(), classes(11))
 
 
-def huge(data_dir):
-    class Huge(Items):
-        def __len__(self):
-            return 10**9
+def local(data_dir):
+    class Local(Items):
+        """Can't be pickled."""
 
-        def __getitem__(self, index):
-            return torch.zeros(3, 32, 32), 0
-
-    return whole(Huge([]))
+    return *whole(Local([(torch.zeros(64), 0)] * 100)), 3

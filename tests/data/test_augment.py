@@ -37,8 +37,8 @@ def loader(augment, data=None, dtype=torch.float32, device="cpu"):
 def by_torch(augment, data=None, dtype=torch.float32):
     """A loader as on other devices."""
     made = loader(augment, data, dtype)
-    assert made._fused is not None
-    made._fused = None
+    assert made._preprocess._fused is not None
+    made._preprocess._fused = None
     return made
 
 
@@ -243,7 +243,7 @@ def test_memory_mapped_images_are_not_copied(tmp_path):
     np.save(tmp_path / "images.npy", data.images)
     mapped = ArrayDataset(np.load(tmp_path / "images.npy", mmap_mode="r"), data.targets)
     made = loader(STANDARD, mapped)
-    assert made._fused._images.ctypes.data == mapped.images.ctypes.data
+    assert made._images.data_ptr() == mapped.images.ctypes.data
     assert torch.equal(inputs(made, range(40)), inputs(loader(STANDARD, data), range(40)))
 
 
@@ -262,7 +262,7 @@ def test_without_numba_it_is_slower_and_the_same(monkeypatch, caplog):
     monkeypatch.setattr(builtins, "__import__", refuse)
     with caplog.at_level(logging.WARNING):
         made = loader(STANDARD)
-    assert made._fused is None and "Numba needs NumPy 1.2 or less" in caplog.text
+    assert made._preprocess._fused is None and "Numba needs NumPy 1.2 or less" in caplog.text
     assert torch.equal(inputs(made, range(40)), wanted)
 
 

@@ -206,17 +206,23 @@ def test_own_data(factory, tmp_path, here):
     shape, num_classes, dtype = GOOD[factory]
     data = load(f"own_data:{factory}", tmp_path)
     assert (data.image_shape, data.num_classes, len(data.train)) == (shape, num_classes, 12)
-    assert data.train.images.dtype == dtype
+    assert data.train.dtype == dtype
     if factory == "pictures":
         wanted = np.arange(12 * 4 * 5 * 3).reshape(12, 4, 5, 3).astype(np.uint8).transpose(0, 3, 1, 2)
-        np.testing.assert_array_equal(data.train.images, wanted)
+        np.testing.assert_array_equal([data.train.read(index, 0)[0] for index in range(12)], wanted)
+        assert data.mean == pytest.approx(wanted.mean((0, 2, 3))) and data.std == pytest.approx(wanted.std((0, 2, 3)))
+
+
+def test_own_classes_are_counted_or_told(here, caplog):
+    assert load("own_data:with_classes").num_classes == 4 and not caplog.text
+    assert load("own_data:items").num_classes == 3 and "Reading all 12 samples" in caplog.text
 
 
 def test_own_tensors_are_not_copied(here):
     import own_data
 
     tensors = own_data.tensors(None)[0]
-    assert own._arrays("x", tensors).images.ctypes.data == tensors.tensors[0].data_ptr()
+    assert own._part("x", tensors).images.ctypes.data == tensors.tensors[0].data_ptr()
 
 
 BAD = {
@@ -224,24 +230,23 @@ BAD = {
     "none": "returned a `NoneType`",
     "single": "returned a `TensorDataset`",
     "four": "returned a `tuple of 4`",
-    "stream": "train` is a `Stream`, which has no length or no items by number",
+    "stream_alone": "has an iterable data set, whose classes nobody can count",
+    "empty_stream": "is empty",
     "empty": "is empty",
     "no_data_sets": "train` is a `int`",
     "regression": "targets of the type float32",
     "one_hot": "targets of the type int64 and the shape `(12, 12)`",
-    "one_hot_items": "a target of the shape `(4,)` at sample 0",
-    "tokens": "inputs of the type int64 and the shape `(12, 5)`",
-    "flat_pixels": "inputs of the type uint8 and the shape `(12, 5)`",
-    "ragged": "float32 `(3,)` as its sample 0 and float32 `(4,)` as its sample 1",
+    "one_hot_items": "a target of the type float32 and the shape `(4,)` at sample 0",
+    "tokens": "inputs of the type int64 and the shape `(5,)` a sample",
+    "flat_pixels": "inputs of the type uint8 and the shape `(5,)` a sample",
+    "ragged": "float32 `(3,)` as its first sample and float32 `(4,)` as its sample 1",
     "three_things": "a `tuple of 3` as its sample 0",
     "words": "holds a `str`, which is no numbers",
-    "jittered": "gives another sample 0 each time",
     "label": "targets are 0..4, not within 0..3",
     "negative": "targets are -1..1",
     "parts_differ": "(5,) in train, (4,) in eval",
     "no_classes": "returned `'ten'` as num_classes",
     "lengths": "targets are int64 (11,)",
-    "huge": "would take `12288.0` GB in the memory of every rank",
     "nothing_of_that_name": "can't be loaded",
 }
 
