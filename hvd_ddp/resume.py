@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from hvd_ddp import checkpoint
+from hvd_ddp.backends.base import Backend
 from hvd_ddp.config import TrainConfig, may_change
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch
@@ -42,6 +43,20 @@ def has_checkpoints(config: TrainConfig, launch: Launch) -> bool:
     """Whether this start goes on from a checkpoint, if it goes on at all."""
     own = checkpoint.found(default_directory(config, launch) / "checkpoints")
     return bool(own) or config.resume not in ("auto", "never")
+
+
+def same_directory(directory: Path, backend: Backend) -> None:
+    """Refuse to start where another rank sees checkpoints that rank 0 does not: it would begin again at step 0."""
+    found = checkpoint.found(directory / "checkpoints")
+    newest: list[str] = backend.all_gather_object(found[0].name if found else "")
+    hosts = backend.launch.hosts or ("this host",) * len(newest)
+    for rank, name in enumerate(newest):
+        if name > newest[0]:
+            raise HvdDDPError(
+                f"Rank {rank} on {hosts[rank]} sees `{name}` in `{directory}`, rank 0 on {hosts[0]} sees "
+                f"{f'nothing later than `{newest[0]}`' if newest[0] else 'no checkpoint'}: they look at different "
+                "directories of that name. Mount the same file system on each host, or choose another --run-dir."
+            )
 
 
 def plan(config: TrainConfig, directory: Path, *, total_steps: int, num_samples: int) -> tuple[Start, bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -23,11 +22,13 @@ from hvd_ddp.data.loader import ArrayLoader, Batch
 from hvd_ddp.data.sampler import GlobalBatchSampler
 from hvd_ddp.ema import Average, NoAverage
 from hvd_ddp.errors import HvdDDPError
-from hvd_ddp.evaluation import evaluate
+from hvd_ddp.evaluation import better, evaluate
 from hvd_ddp.metrics import Sums
 from hvd_ddp.optim import learning_rate
 from hvd_ddp.precision import Precision
 from hvd_ddp.run import Run
+from hvd_ddp.seeding import seed_step
+from hvd_ddp.snapshot import refuse_foreign
 from hvd_ddp.tasks import Classification, Task
 
 
@@ -75,6 +76,7 @@ class Trainer:
         self._sums = Sums(backend.device)
         self._grad_norm: Tensor | None = None
         self._averaged_at = self._saved_at = self._evaluated_at = -1  # steps
+        self.best: dict[str, Any] | None = None  # evaluation: its step, and accuracy or loss
         self._data_wait = 0.0  # seconds since the last log
         self._cut_short = False  # the evaluation, by an order to stop
 
@@ -90,6 +92,7 @@ class Trainer:
                 return {"status": "finished"}
             if run.start.checkpoint is not None:
                 self._resume(run, run.start.checkpoint)  # before anything is written: it may not fit
+            refuse_foreign(self.state_dict())
             run.open()
             if run.start.checkpoint is not None:
                 run.resumed(step=self.step, epoch=self.step // self.steps_per_epoch)
@@ -107,7 +110,7 @@ class Trainer:
                 self._log(run)
             if self._evaluation_due():
                 results = self._evaluate(run)
-            if self._due(self.config.save_every or self.steps_per_epoch):
+            if self._due(self.config.save_every or self.steps_per_epoch) or self._is_best():
                 self._save(run)
         status = "finished" if self.step == self._evaluated_at == self.total_steps else "preempted"
         if status == "preempted":
@@ -115,15 +118,15 @@ class Trainer:
         self._save(run)
         speed = (self._samples(self.step) - self._samples(first)) / (time.perf_counter() - began)
         results |= {"steps": self.step, "epochs": self.step / self.steps_per_epoch, "samples_per_second": speed}
-        self.pulse.at("meeting the others")
-        self.backend.barrier()
+        results["best"] = self.best
+        run.finish_saving()
         return run.close(status, results)
 
     def train_step(self, micros: list[Batch], window: int) -> None:
         """One optimizer step: this rank's micro-batches of a global batch of `window` samples over all ranks."""
         backend, world_size = self.backend, self.backend.launch.world_size
         pulse = self.pulse
-        torch.manual_seed(_seed(self.config.seed, self.step, backend.launch.rank))  # dropout: no state to restore
+        seed_step(self.config.seed, self.step, backend.launch.rank, backend.device)  # dropout: no state to restore
         rate = learning_rate(self.config, self.updates, total=self.total_steps, steps_per_epoch=self.steps_per_epoch)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -187,6 +190,7 @@ class Trainer:
             "ema": self.average.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
+            "best": self.best,
             "progress": {"step": self.step, "updates": self.updates, "evaluated_at": self._evaluated_at},
             "total_steps": self.total_steps,
             "config": self.config.to_dict(),
@@ -199,6 +203,7 @@ class Trainer:
         self.average.load_state_dict(state.get("ema", {}))
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.scaler.load_state_dict(state["scaler"])
+        self.best = state.get("best")
         progress = state["progress"]
         self.step, self.updates = progress["step"], progress["updates"]
         self._evaluated_at = progress.get("evaluated_at", -1)
@@ -233,6 +238,9 @@ class Trainer:
 
     def _evaluation_due(self) -> bool:
         return self.step > 0 and self._due(self.config.eval_every * self.steps_per_epoch)
+
+    def _is_best(self) -> bool:
+        return self.best is not None and self.best["step"] == self.step
 
     def _average_buffers(self) -> None:
         if self._averaged_at != self.step:
@@ -281,10 +289,6 @@ class Trainer:
         if self._cut_short:
             return {}
         self._evaluated_at = self.step
+        self.best = better(self.best, self.step, results)
         run.evaluated(step=self.step, epoch=(self.step - 1) // self.steps_per_epoch, results=results)
         return {name: value for name, value in results.items() if name != "num_samples"}
-
-
-def _seed(seed: int, step: int, rank: int) -> int:
-    """63 bits that follow from the three numbers."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest(), "big") >> 1

@@ -22,7 +22,7 @@ def lock(folder: Path, **launch: object) -> Lock:
 
 
 def holder(folder: Path, **changes: object) -> dict:
-    mine = lock(folder)._mine
+    mine = lock(folder).holder
     return {**mine, **changes}
 
 
