@@ -33,9 +33,8 @@ def save(
     """Write step_<step>.pt and its .sha256, both whole or not at all, then delete all but the newest `keep` and `best`.
 
     It gets its name when it has been read back from the disk and is what was meant. The hash is there first, so that a
-    file without one was never whole. Of a later step there can only be damaged ones, which were passed over: they stay
-    and do not count. `guard` is called before anything in the folder changes, and may raise. Raises OSError; then
-    nothing has changed.
+    file without one was never whole. `guard` is called before anything in the folder changes, and may raise. Raises
+    OSError; then nothing has changed.
     """
     guard()
     path = of_step(folder, step)
@@ -54,12 +53,20 @@ def save(
             temporary.unlink(missing_ok=True)
     sync_folder(folder)
     with contextlib.suppress(OSError):  # the new one is there; the next save deletes again
-        kept, wanted = found(folder), {of_step(folder, other) for other in best}
-        for old in kept[kept.index(path) :][keep:]:
-            if old not in wanted:
-                old.unlink(missing_ok=True)
-                _hash_file(old).unlink(missing_ok=True)
+        prune(path, keep=keep, best=best)
     return path
+
+
+def prune(good: Path, *, keep: int, best: Iterable[int] = ()) -> None:
+    """Delete all before `good`, which is whole, but so many that it makes `keep`, and but those of the steps `best`.
+
+    Of a later step there can only be damaged ones, which were passed over: they stay and do not count. Raises OSError.
+    """
+    kept, wanted = found(good.parent), {of_step(good.parent, step) for step in best}
+    for old in kept[kept.index(good) :][keep:] if good in kept else []:
+        if old not in wanted:
+            old.unlink(missing_ok=True)
+            _hash_file(old).unlink(missing_ok=True)
 
 
 class _Hashed(io.BufferedWriter):

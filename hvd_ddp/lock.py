@@ -45,13 +45,15 @@ class Lock:
         self._file = -1
         self._looked = 0.0
         self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
 
     def refuse_if_held(self) -> None:
         """Raise HvdDDPError that names the holder, if another job is alive in the directory."""
         holder = read_json(self._path)
         if holder and holder != self.holder and self._alive(holder):
+            folder = self._path.parent
             raise HvdDDPError(
-                f"`{self._path.parent}` is in use by {_name(holder)}. Wait for it or stop it, or choose another --run-dir."
+                f"`{folder}` is in use by {_name(holder)}. Wait for it or stop it, or choose another --run-dir."
             )
 
     def _alive(self, holder: dict[str, Any]) -> bool:
@@ -86,7 +88,7 @@ class Lock:
                 raise HvdDDPError(f"`{self._path.parent}` was taken by another job just now. Start again.") from None
             finally:
                 mine.unlink(missing_ok=True)
-        threading.Thread(target=self._beat, name="lock", daemon=True).start()
+        self._thread.start()
         return self.holder
 
     def _clean(self) -> None:
@@ -127,6 +129,9 @@ class Lock:
     def release(self) -> None:
         """Give the directory back, if it still is `holder`'s."""
         self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(BEAT)
+            os.close(self._file)
         with contextlib.suppress(OSError, HvdDDPError), _one_at_a_time(self._path.parent):
             self.check()
             self._path.unlink()

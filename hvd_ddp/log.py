@@ -115,7 +115,7 @@ class Metrics:
     ) -> None:
         self._path, self._guard, self._complain = path, guard, complain
         self._waiting: deque[str] = deque(maxlen=MOST_WAITING)
-        self._begun = self._fails = False
+        self._begun = self._made = self._fails = False
         self._lock = threading.Lock()
 
     def write(self, kind: str, **values: Any) -> None:
@@ -142,11 +142,13 @@ class Metrics:
         return len(self._waiting)
 
     def _append(self, path: Path, data: bytes) -> None:
-        """All or nothing, as far as the file system lets us. Raises OSError."""
+        """All or nothing, as far as the file system lets us; makes the file once only. Raises OSError."""
         if not self._begun and path.exists() and not (path.read_bytes() or b"\n").endswith(b"\n"):
             data = b"\n" + data  # the last start was killed within a line
+        flags = os.O_WRONLY | os.O_APPEND | (0 if self._made else os.O_CREAT)
         self._begun = False
-        with path.open("ab", buffering=0) as file:
+        with open(os.open(path, flags, 0o666), "ab", buffering=0) as file:
+            self._made = True  # if it is gone later, then with the disk that it was on
             size = file.tell()
             if file.write(data) != len(data):
                 file.truncate(size)

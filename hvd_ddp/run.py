@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
@@ -74,9 +73,10 @@ class Run:
         """Leave the terminal as it was; after an exception also a line in this rank's log."""
         self._saver.settle(SETTLE)
         self.console.close()
-        if error is not None and self._handler is not None:  # not into a directory that is not ours
-            with contextlib.suppress(OSError):  # the first error counts
+        if self._handler is not None:  # else the directory is not ours
+            if error is not None:
                 log.error("failed", exc_info=error)
+            stop_logging(self._handler)
 
     def _write_failure(self, record: dict[str, Any]) -> bool:
         """Leave a record of the failure that ends the job; False if there is one of this start."""
@@ -213,8 +213,6 @@ class Run:
             )
             if status == "preempted":
                 self.console.line(f"to go on: {command_to_go_on(self.directory)}")
-        if self._handler is not None:
-            stop_logging(self._handler)
         return {"status": status, **results}
 
     def _close(self, status: str, results: dict[str, Any]) -> None:
@@ -247,6 +245,8 @@ class Run:
         text = f"resuming from {self.start.checkpoint}, step {step} of {self.total_steps}"
         self.console.line(text)
         log.info(text)
+        if self.holds(str(self.start.checkpoint)):
+            self._saver.good = Path(str(self.start.checkpoint))
         self.metrics.write("resume", step=step, epoch=epoch, file=self.start.checkpoint)
 
     def stopping(self, *, step: int) -> None:

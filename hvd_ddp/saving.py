@@ -46,6 +46,7 @@ class Saver:
         self._saved, self._failed = saved, failed
         self._copies = Snapshot()
         self._thread = threading.Thread()
+        self.good: Path | None = None  # the newest one that is known to be whole
         self._best: int | None = None  # step of the best one that is on the disk
         self._left: tuple[int, dict[str, Any], float] | None = None  # what is not on the disk yet
         self._error: BaseException | None = None
@@ -63,12 +64,11 @@ class Saver:
         """Wait for the disk; HvdDDPError if the last state is not on it after another try."""
         self._wait()
         if self._left is not None and (error := self._try()) is not None:
-            there = checkpoint.found(self._folder)
-            newest = f"the newest one is `{there[0].name}`" if there else "there is none"
+            newest = f"the newest checkpoint is `{self.good.name}`" if self.good else "there is no checkpoint"
             raise HvdDDPError(
-                f"The checkpoint of step {self._left[0]} can't be written to `{self._folder}`: {error.strerror}. What "
-                f"was trained since the last one is lost; {newest}. Make room there, or whatever it needs, then give "
-                "the same command again: it goes on."
+                f"Step {self._left[0]} can't be saved in `{self._folder}`: {error.strerror}. What was trained since "
+                f"the last save is lost; {newest}. Make room there (a smaller --keep does, too), or mend what else it "
+                "is, and give the same command again: it goes on."
             )
 
     def settle(self, seconds: float) -> None:
@@ -97,10 +97,13 @@ class Saver:
         best = (state.get("best") or {}).get("step")
         wanted = [one for one in (best, self._best) if one is not None]
         try:
+            self._guard()
+            if self.good is not None:  # a start with a smaller --keep, perhaps for a full disk
+                checkpoint.prune(self.good, keep=self._keep, best=wanted)
             path = checkpoint.save(self._folder, step, state, keep=self._keep, best=wanted, guard=self._guard)
         except OSError as error:
             return error
-        self._left = None
+        self._left, self.good = None, path
         self._best = step if step == best else self._best
         self._saved(Saved(step, path, time.monotonic() - began, stood))
         return None
