@@ -164,3 +164,20 @@ class Disturbed(Wide):
             self.num_steps += 1
             self.at.get(self.num_steps, lambda: None)()
         return super().forward(x)
+
+
+class Keeps(Small):
+    """Has something in its state that no checkpoint can hold."""
+
+    def get_extra_state(self) -> dict[str, object]:
+        return {"where": Path("x")}
+
+    def set_extra_state(self, state: dict[str, object]) -> None:
+        pass
+
+
+class KeepsLater(Keeps):
+    """Only after some steps."""
+
+    def get_extra_state(self) -> dict[str, object]:
+        return {"last": np.float64(0.5) if self.forwards > 2 else 0.5}
