@@ -17,6 +17,8 @@ from hvd_ddp.job.launch import Launch
 from hvd_ddp.lock import read_json
 from hvd_ddp.optim import depends_on_length
 
+LOOKS, LOOK_AGAIN = 18, 2.0  # seconds; NFS remembers a directory for 30 s
+
 
 @dataclass(frozen=True)
 class Start:
@@ -46,17 +48,23 @@ def has_checkpoints(config: TrainConfig, launch: Launch) -> bool:
 
 
 def same_directory(directory: Path, backend: Backend) -> None:
-    """Refuse to start where another rank sees checkpoints that rank 0 does not: it would begin again at step 0."""
-    found = checkpoint.found(directory / "checkpoints")
-    newest: list[str] = backend.all_gather_object(found[0].name if found else "")
-    hosts = backend.launch.hosts or ("this host",) * len(newest)
-    for rank, name in enumerate(newest):
-        if name > newest[0]:
-            raise HvdDDPError(
-                f"Rank {rank} on {hosts[rank]} sees `{name}` in `{directory}`, rank 0 on {hosts[0]} sees "
-                f"{f'nothing later than `{newest[0]}`' if newest[0] else 'no checkpoint'}: they look at different "
-                "directories of that name. Mount the same file system on each host, or choose another --run-dir."
-            )
+    """Refuse to start where another rank sees checkpoints that rank 0 does not: it would begin again at step 0.
+
+    Network file systems may show what was there half a minute ago: so long is waited for rank 0 to see them as well.
+    """
+    hosts = backend.launch.hosts or ()
+    for _ in range(LOOKS):
+        found = checkpoint.found(directory / "checkpoints")
+        newest: list[str] = backend.all_gather_object(found[0].name if found else "")
+        if newest[0] == max(newest):
+            return
+        time.sleep(LOOK_AGAIN)
+    rank = newest.index(max(newest))
+    raise HvdDDPError(
+        f"Rank {rank} on {hosts[rank]} sees `{newest[rank]}` in `{directory}`, rank 0 on {hosts[0]} sees "
+        f"{f'nothing later than `{newest[0]}`' if newest[0] else 'no checkpoint'}: they look at different directories "
+        "of that name. Mount the same file system on each host, or choose another --run-dir."
+    )
 
 
 def plan(config: TrainConfig, directory: Path, *, total_steps: int, num_samples: int) -> tuple[Start, bytes]:

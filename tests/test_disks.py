@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -118,6 +120,29 @@ def test_a_disk_that_stays_full_to_the_last_byte(train: Cli, at: dict, full_soon
     assert summary(full_soon)["status"] == "failed"
     assert steps(full_soon)[-1] == 4
     assert all(json.loads(line) for line in (full_soon / "metrics.jsonl").read_text().splitlines())
+
+
+def test_told_to_stop_on_a_full_disk(train: Cli, at: dict, full_soon: Path) -> None:
+    """It would go on from where it was before, and fill the time of the queue: that is for a person to mend."""
+    at[6] = once_saved(4, full_soon, lambda: fill(full_soon / "hog"))
+    at[9] = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    result = train("--max-steps", "9999", "--run-dir", str(full_soon))
+    assert result.code == 2, result.text
+    assert "told to stop (signal SIGTERM)" in result.out
+    assert "to go on" not in result.out
+    assert re.search(r"Step \d+ can't be saved .* the newest checkpoint is `step_00000004.pt`", result.err)
+    assert summary(full_soon)["status"] == "failed"
+
+
+def test_all_ranks_mean_the_same_of_a_full_disk(tmp_path: Path) -> None:
+    with disk(tmp_path / "run", "size=20m") as folder:
+        program = ["-m", "hvd_ddp", "train", *OPTIONS, "--keep", "99", "--run-dir", str(folder), "--nproc", "2"]
+        result = run([sys.executable, *program], PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+        assert result.code == 2, result.text[-3000:]
+        assert result.err.count(f"hvd_ddp: Step {STEPS} can't be saved") == 1, result.err
+        assert result.err.count("\n") == 1, result.err
+        assert (summary(folder)["status"], summary(folder)["steps"]) == ("failed", STEPS)
+        assert not (folder / "lock.json").exists()
 
 
 def once_saved(step: int, folder: Path, then: Callable[[], object]) -> Callable[[], None]:
