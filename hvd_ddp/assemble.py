@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from hvd_ddp import checkpoint, models
@@ -15,6 +14,7 @@ from hvd_ddp.data import datasets
 from hvd_ddp.data.arrays import Data, is_float
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.resume import has_checkpoints
+from hvd_ddp.seeding import seed_all
 
 
 def load_data(name: str, data_dir: Path | None, backend: Backend, *, stage: Path | None = None) -> Data:
@@ -38,7 +38,7 @@ def load_data(name: str, data_dir: Path | None, backend: Backend, *, stage: Path
 
 def load_model(config: TrainConfig, data: Data, backend: Backend) -> nn.Module:
     """The model with its first weights: from --seed, or from --init where no checkpoint will replace them."""
-    torch.manual_seed(config.seed)
+    seed_all(config.seed, backend.device)
     model = backend.together(lambda: models.build(config.model, data.num_classes, data.image_shape))
     if config.init is not None and not backend.on_main(lambda: has_checkpoints(config, backend.launch)):
         load_weights(model, config.init, backend)

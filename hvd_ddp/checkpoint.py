@@ -2,40 +2,123 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import io
+import os
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hvd_ddp.durable import replace_file
+from hvd_ddp.durable import remove_temporaries, replace_file, sync_folder
 from hvd_ddp.errors import HvdDDPError
 
 NAME = re.compile(r"step_(\d{8,})\.pt")
+PIECE = 1 << 22  # bytes read at a time
 
 
-def save(folder: Path, step: int, state: dict[str, Any], *, keep: int) -> Path:
-    """Write step_<step>.pt and its .sha256, both whole or not at all, then delete all but the newest `keep`.
+def save(
+    folder: Path,
+    step: int,
+    state: dict[str, Any],
+    *,
+    keep: int,
+    best: Iterable[int] = (),
+    guard: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write step_<step>.pt and its .sha256, both whole or not at all, then delete all but the newest `keep` and `best`.
 
-    The hash is there first, so that a file without one was never whole. Of a later step there can only be damaged ones,
-    which were passed over: they stay and do not count. Raises OSError.
+    It gets its name when it has been read back from the disk and is what was meant. The hash is there first, so that a
+    file without one was never whole. `guard` is called before anything in the folder changes, and may raise. Raises
+    OSError; then nothing has changed.
     """
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    path = folder / f"step_{step:08d}.pt"
-    digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
+    guard()
+    path = of_step(folder, step)
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob("*.tmp"):
-        stale.unlink(missing_ok=True)
-    replace_file(_hash_file(path), f"{digest}  {path.name}\n".encode())
-    replace_file(path, buffer.getbuffer())
-    kept = found(folder)
-    for old in kept[kept.index(path) :][keep:]:
-        old.unlink(missing_ok=True)
-        _hash_file(old).unlink(missing_ok=True)
+    _clean(folder)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        digest = _write(temporary, state)
+        if _digest(temporary) != digest:
+            raise OSError(errno.EIO, "what was read back is not what was written", str(temporary))
+        guard()  # that may have taken long
+        replace_file(_hash_file(path), f"{digest}  {path.name}\n".encode())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    sync_folder(folder)
+    with contextlib.suppress(OSError):  # the new one is there; the next save deletes again
+        prune(path, keep=keep, best=best)
     return path
+
+
+def prune(good: Path, *, keep: int, best: Iterable[int] = ()) -> None:
+    """Delete all before `good`, which is whole, but so many that it makes `keep`, and but those of the steps `best`.
+
+    Of a later step there can only be damaged ones, which were passed over: they stay and do not count. Raises OSError.
+    """
+    kept, wanted = found(good.parent), {of_step(good.parent, step) for step in best}
+    for old in kept[kept.index(good) :][keep:] if good in kept else []:
+        if old not in wanted:
+            old.unlink(missing_ok=True)
+            _hash_file(old).unlink(missing_ok=True)
+
+
+class _Hashed(io.BufferedWriter):
+    """A file that torch writes into, and the SHA-256 of what it was given.
+
+    torch's writer does not bear exceptions of the file: the first is kept, and what comes after it dropped.
+    """
+
+    def __init__(self, raw: io.FileIO) -> None:
+        super().__init__(raw, PIECE)
+        self.hash = hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Nothing is written after an error."""
+        if self.error is None:
+            try:
+                super().write(data)
+                self.hash.update(data)
+            except OSError as error:
+                self.error = error
+        return len(data)
+
+
+def _write(path: Path, state: dict[str, Any]) -> str:
+    """A new file on the disk, piece by piece; its SHA-256."""
+    with path.open("xb", buffering=0) as raw, _Hashed(raw) as file:
+        torch.save(state, file)
+        if file.error is not None:
+            raise file.error
+        file.flush()
+        os.fsync(raw.fileno())
+        return file.hash.hexdigest()
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of what the disk holds, as far as the system lets go of its own copy."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while piece := file.read(PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _clean(folder: Path) -> None:
+    """Delete what writers left that were killed: temporaries, and hashes without a file."""
+    remove_temporaries(folder)
+    for hash_file in folder.glob("step_*.pt.sha256"):
+        if not hash_file.with_suffix("").exists():
+            hash_file.unlink(missing_ok=True)
 
 
 def found(folder: Path) -> list[Path]:
@@ -85,6 +168,11 @@ def parse(data: bytes, origin: str) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise HvdDDPError(f"`{origin}` holds a {type(state).__name__}, not a dict. Give a checkpoint or a state dict.")
     return state
+
+
+def of_step(folder: Path, step: int) -> Path:
+    """Where the checkpoint of that step is, if there is one."""
+    return folder / f"step_{step:08d}.pt"
 
 
 def _hash_file(path: Path) -> Path:

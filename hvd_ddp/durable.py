@@ -35,6 +35,25 @@ def replace_file(path: Path, data: bytes | memoryview) -> None:
     sync_folder(path.parent)
 
 
+def overwrite(path: Path, data: bytes) -> None:
+    """Write over a file in its place: where the disk is full, its own blocks are still there. Raises OSError.
+
+    Not whole or not at all: for a small file whose old content would be worse than none.
+    """
+    with path.open("r+b") as file:
+        file.write(data)
+        file.truncate()
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Delete what writers left that were killed in `replace_file`; only while no other can be at work there."""
+    for stale in folder.glob("*.*.tmp"):
+        if not stale.name.startswith("lock."):  # of one who waits for its turn
+            stale.unlink(missing_ok=True)
+
+
 def sync_folder(folder: Path) -> None:
     """Bring the names in `folder` to the disk, where the file system has that."""
     descriptor = os.open(folder, os.O_RDONLY)

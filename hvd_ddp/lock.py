@@ -20,6 +20,7 @@ from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch
 
 BEAT = 5.0  # seconds between two signs of life
+FRESH = 1.0  # seconds for which one look at the lock is enough, for small writes
 CLOCK_STEP = 5.0  # seconds; no process number comes round in that time
 
 
@@ -27,40 +28,43 @@ class Lock:
     """A file that names the holder, touched while it lives.
 
     A holder is dead when its process on this host is gone, when it is an earlier start of this very scheduler job, or
-    when the file stood still for `timeout` seconds.
+    when the file stood still for `timeout` seconds. Who was taken for dead and lives learns it from `check`.
     """
 
     def __init__(self, directory: Path, launch: Launch, *, timeout: float) -> None:
         self._path = directory / "lock.json"
         self._timeout, self._launch = timeout, launch
-        self._mine = {
+        self.holder: dict[str, Any] = {
             "host": socket.gethostname(),
+            "processes": _process_numbers(),
             "pid": os.getpid(),
             "created": psutil.Process().create_time(),
             "job": launch.scheduler_job,
             "restart": launch.scheduler_restart,
         }
+        self._file = -1
+        self._looked = 0.0
         self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
 
     def refuse_if_held(self) -> None:
         """Raise HvdDDPError that names the holder, if another job is alive in the directory."""
         holder = read_json(self._path)
-        if holder and holder != self._mine and self._alive(holder):
-            job = f", job {holder['job']}" if holder.get("job") else ""
+        if holder and holder != self.holder and self._alive(holder):
+            folder = self._path.parent
             raise HvdDDPError(
-                f"`{self._path.parent}` is in use by process {holder.get('pid')} on {holder.get('host')}{job}. "
-                "Wait for it or stop it, or choose another --run-dir."
+                f"`{folder}` is in use by {_name(holder)}. Wait for it or stop it, or choose another --run-dir."
             )
 
     def _alive(self, holder: dict[str, Any]) -> bool:
-        if holder.get("host") == self._mine["host"]:
+        if all(holder.get(name) == self.holder[name] for name in ("host", "processes")):
             try:
                 # The kernel counts from boot, and the time of boot moves when the clock is set.
                 created: float = psutil.Process(int(holder["pid"])).create_time()
                 return abs(created - float(holder["created"])) < CLOCK_STEP
             except (psutil.Error, KeyError, TypeError, ValueError):
                 return False
-        same_job = self._mine["job"] is not None and holder.get("job") == self._mine["job"]
+        same_job = self.holder["job"] is not None and holder.get("job") == self.holder["job"]
         if same_job and int(holder.get("restart", 0)) < self._launch.scheduler_restart:
             return False
         try:
@@ -68,13 +72,15 @@ class Lock:
         except OSError:
             return False
 
-    def acquire(self) -> None:
-        """Take the directory. Raises HvdDDPError if another job is alive in it."""
+    def acquire(self) -> dict[str, Any]:
+        """Take the directory; what `holder` is from now on. Raises HvdDDPError if another job is alive in it."""
         with _one_at_a_time(self._path.parent):
             self.refuse_if_held()
+            self._clean()
             mine = self._path.with_name(f"lock.{secrets.token_hex(8)}.tmp")
             try:
-                mine.write_text(json.dumps(self._mine))
+                mine.write_text(json.dumps(self.holder))
+                self._file = os.open(mine, os.O_RDONLY)
                 self._path.unlink(missing_ok=True)  # of a dead one
                 os.link(mine, self._path)  # there with its content, or not at all; also on NFS
             except FileExistsError:
@@ -82,18 +88,66 @@ class Lock:
                 raise HvdDDPError(f"`{self._path.parent}` was taken by another job just now. Start again.") from None
             finally:
                 mine.unlink(missing_ok=True)
-        threading.Thread(target=self._beat, name="lock", daemon=True).start()
+        self._thread.start()
+        return self.holder
+
+    def _clean(self) -> None:
+        """Delete what was left by one that was killed in `acquire`, where another may still be in it."""
+        for stale in self._path.parent.glob("lock.*.tmp"):
+            with contextlib.suppress(OSError):
+                if time.time() - stale.stat().st_mtime > 60:
+                    stale.unlink()
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT):
             with contextlib.suppress(OSError):
-                os.utime(self._path)
+                os.utime(self._file)  # not the path: it may be a successor's by now
+
+    def check(self, *, now: bool = True) -> None:
+        """Raise HvdDDPError if the directory is not `holder`'s any more; OSError where that can't be seen.
+
+        Without `now` it is enough to have looked within the last second.
+        """
+        if not now and abs(time.time() - self._looked) < FRESH:
+            return
+        try:
+            found = json.loads(self._path.read_text())
+        except ValueError:
+            found = {}
+        except FileNotFoundError:
+            if not any(self._path.parent.iterdir()):
+                raise  # the whole directory is gone: perhaps its disk comes back
+            found = {}
+        if found != self.holder:
+            who = f"has been taken over by {_name(found)}" if found else f"has lost its `{self._path.name}`"
+            raise HvdDDPError(
+                f"`{self._path.parent}` {who}: this start does not hold it any more, ends here and writes nothing. "
+                "If no other job goes on there, give the same command again."
+            )
+        self._looked = time.time()
 
     def release(self) -> None:
-        """Give the directory back."""
+        """Give the directory back, if it still is `holder`'s."""
         self._stop.set()
-        with contextlib.suppress(OSError):
+        if self._thread.ident is not None:
+            self._thread.join(BEAT)
+            os.close(self._file)
+        with contextlib.suppress(OSError, HvdDDPError), _one_at_a_time(self._path.parent):
+            self.check()
             self._path.unlink()
+
+
+def _name(holder: dict[str, Any]) -> str:
+    job = f", job {holder['job']}" if holder.get("job") else ""
+    return f"process {holder.get('pid')} on {holder.get('host')}{job}"
+
+
+def _process_numbers() -> int:
+    """Which processes the numbers of this one's /proc mean: a container on the same host may have its own."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 @contextlib.contextmanager

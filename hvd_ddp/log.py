@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import math
+import os
 import sys
+import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 LOGGER = "hvd_ddp"
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
+MOST_WAITING = 10_000  # lines of metrics that memory keeps for a full disk
 
 
 class Console(Protocol):
@@ -93,31 +100,79 @@ def console(*, is_main: bool, behind_mpi: bool) -> Console:
 
 
 class Metrics:
-    """metrics.jsonl: one object a line, appended across restarts. Without a path it writes nothing."""
+    """metrics.jsonl: one object a line, appended across restarts. Without a path it writes nothing.
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._begun = False
+    Lines that can't be written wait in memory for those that can: a full disk ends no training. `guard` is called
+    before each write and may raise; `complain` is told when lines begin to wait. Any thread may write.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        guard: Callable[[], None] = lambda: None,
+        complain: Callable[[OSError], None] = lambda error: None,
+    ) -> None:
+        self._path, self._guard, self._complain = path, guard, complain
+        self._waiting: deque[str] = deque(maxlen=MOST_WAITING)
+        self._begun = self._made = self._fails = False
+        self._lock = threading.Lock()
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one line. Numbers that JSON has no word for (NaN, infinities) become null."""
         if self._path is None:
             return
-        with open(self._path, "a") as file:
-            if not self._begun and file.tell() and not self._path.read_bytes().endswith(b"\n"):
-                file.write("\n")  # the last start was killed within a line
-            self._begun = True
-            file.write(json.dumps({"kind": kind, **{name: _plain(value) for name, value in values.items()}}) + "\n")
+        line = json.dumps({"kind": kind, **{name: _plain(value) for name, value in values.items()}}) + "\n"
+        with self._lock:
+            self._waiting.append(line)
+            try:
+                self._guard()
+                self._append(self._path, "".join(self._waiting).encode())
+            except OSError as error:
+                if not self._fails:
+                    self._complain(error)
+                self._fails = True
+            else:
+                self._fails = False
+                self._waiting.clear()
+
+    @property
+    def num_waiting(self) -> int:
+        """Lines that are not in the file."""
+        return len(self._waiting)
+
+    def _append(self, path: Path, data: bytes) -> None:
+        """All or nothing, as far as the file system lets us; makes the file once only. Raises OSError."""
+        if not self._begun and path.exists() and not (path.read_bytes() or b"\n").endswith(b"\n"):
+            data = b"\n" + data  # the last start was killed within a line
+        flags = os.O_WRONLY | os.O_APPEND | (0 if self._made else os.O_CREAT)
+        self._begun = False
+        with open(os.open(path, flags, 0o666), "ab", buffering=0) as file:
+            self._made = True  # if it is gone later, then with the disk that it was on
+            size = file.tell()
+            if file.write(data) != len(data):
+                file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._begun = True
 
 
 def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk costs log lines; the console has them too."""
+
+
 def log_to(path: Path) -> logging.Handler:
-    """Send the log of this rank to a file; remove the handler with `stop_logging`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path)
+    """Send the log of this rank to a file; remove the handler with `stop_logging`. Where that can't be, to nobody."""
+    handler: logging.Handler
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = _LogFile(path)
+    except OSError:
+        handler = logging.NullHandler()
     handler.setFormatter(logging.Formatter(FORMAT))
     logger = logging.getLogger(LOGGER)
     logger.setLevel(logging.INFO)
@@ -129,4 +184,5 @@ def log_to(path: Path) -> logging.Handler:
 def stop_logging(handler: logging.Handler) -> None:
     """Close a handler of `log_to`."""
     logging.getLogger(LOGGER).removeHandler(handler)
-    handler.close()
+    with contextlib.suppress(OSError):
+        handler.close()

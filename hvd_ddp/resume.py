@@ -10,11 +10,14 @@ from typing import Any
 import yaml
 
 from hvd_ddp import checkpoint
+from hvd_ddp.backends.base import Backend
 from hvd_ddp.config import TrainConfig, may_change
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch
 from hvd_ddp.lock import read_json
 from hvd_ddp.optim import depends_on_length
+
+LOOKS, LOOK_AGAIN = 18, 2.0  # seconds; NFS remembers a directory for 30 s
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,26 @@ def has_checkpoints(config: TrainConfig, launch: Launch) -> bool:
     """Whether this start goes on from a checkpoint, if it goes on at all."""
     own = checkpoint.found(default_directory(config, launch) / "checkpoints")
     return bool(own) or config.resume not in ("auto", "never")
+
+
+def same_directory(directory: Path, backend: Backend) -> None:
+    """Refuse to start where another rank sees checkpoints that rank 0 does not: it would begin again at step 0.
+
+    Network file systems may show what was there half a minute ago: so long is waited for rank 0 to see them as well.
+    """
+    hosts = backend.launch.hosts or ()
+    for _ in range(LOOKS):
+        found = checkpoint.found(directory / "checkpoints")
+        newest: list[str] = backend.all_gather_object(found[0].name if found else "")
+        if newest[0] == max(newest):
+            return
+        time.sleep(LOOK_AGAIN)
+    rank = newest.index(max(newest))
+    raise HvdDDPError(
+        f"Rank {rank} on {hosts[rank]} sees `{newest[rank]}` in `{directory}`, rank 0 on {hosts[0]} sees "
+        f"{f'nothing later than `{newest[0]}`' if newest[0] else 'no checkpoint'}: they look at different directories "
+        "of that name. Mount the same file system on each host, or choose another --run-dir."
+    )
 
 
 def plan(config: TrainConfig, directory: Path, *, total_steps: int, num_samples: int | None) -> tuple[Start, bytes]:

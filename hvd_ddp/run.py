@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import logging
 import os
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,16 +14,18 @@ from typing import Any
 import torch
 import yaml
 
-from hvd_ddp import checkpoint
 from hvd_ddp.backends.base import Backend
+from hvd_ddp.banner import banner, command_to_go_on, figures
 from hvd_ddp.config import TrainConfig
-from hvd_ddp.durable import replace_file
+from hvd_ddp.durable import overwrite, remove_temporaries, replace_file
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.lock import Lock
 from hvd_ddp.log import Console, Metrics, console, log_to, stop_logging
-from hvd_ddp.resume import Start, default_directory, plan
+from hvd_ddp.resume import Start, default_directory, plan, same_directory
+from hvd_ddp.saving import Saved, Saver
 
 log = logging.getLogger(__name__)
+SETTLE = 2.0  # seconds that a job which fails gives to the checkpoint that is being written
 
 
 class Run:
@@ -35,18 +35,31 @@ class Run:
         """Decide what this start does, on rank 0, and tell all; raises HvdDDPError everywhere."""
         self.config, self.backend, self.total_steps = config, backend, total_steps
         self._data = b""
+        self._given_up = False
+        directory = default_directory(config, backend.launch)
         with backend.meeting.pulse.long_work("reading the run directory"):
-            self.start = Start(**backend.on_main(lambda: self._plan(num_samples)))
+            same_directory(directory, backend)
+            self.start = Start(**backend.on_main(lambda: self._plan(directory, num_samples)))
         self.directory = Path(self.start.directory)
+        self._lock = Lock(self.directory, backend.launch, timeout=config.timeout)
         self.console: Console = console(is_main=backend.is_main, behind_mpi=backend.launch.mpi is not None)
-        self.metrics = Metrics(self.directory / "metrics.jsonl" if backend.is_main else None)
+        self.metrics = Metrics(
+            self.directory / "metrics.jsonl" if backend.is_main else None,
+            guard=lambda: self._guard(now=False),
+            complain=self._metrics_wait,
+        )
+        self._saver = Saver(
+            self.directory / "checkpoints",
+            keep=config.keep,
+            guard=self._guard,
+            saved=self._saved,
+            failed=self._not_saved,
+        )
         self._handler: logging.Handler | None = None
         self._began = time.monotonic()
 
-    def _plan(self, num_samples: int | None) -> dict[str, Any]:
-        directory = default_directory(self.config, self.backend.launch)
-        self._lock = Lock(directory, self.backend.launch, timeout=self.config.timeout)
-        self._lock.refuse_if_held()
+    def _plan(self, directory: Path, num_samples: int | None) -> dict[str, Any]:
+        Lock(directory, self.backend.launch, timeout=self.config.timeout).refuse_if_held()
         try:
             start, self._data = plan(self.config, directory, total_steps=self.total_steps, num_samples=num_samples)
         except OSError as error:
@@ -58,13 +71,16 @@ class Run:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leave the terminal as it was; after an exception also a line in this rank's log."""
+        self._saver.settle(SETTLE)
         self.console.close()
-        if error is not None and self._handler is not None:  # not into a directory that is not ours
-            with contextlib.suppress(OSError):  # the first error counts
+        if self._handler is not None:  # else the directory is not ours
+            if error is not None:
                 log.error("failed", exc_info=error)
+            stop_logging(self._handler)
 
     def _write_failure(self, record: dict[str, Any]) -> bool:
         """Leave a record of the failure that ends the job; False if there is one of this start."""
+        self._lock.check()
         folder = self.directory / "failures" / str(self.start.restart)
         folder.mkdir(parents=True, exist_ok=True)
         mine = folder / f".{self.backend.launch.rank}"
@@ -88,8 +104,12 @@ class Run:
 
     def _give_up(self) -> None:
         """Leave the directory as that of a failed run."""
-        self._write_summary("failed", {"steps": self.backend.meeting.pulse.step})
-        self._lock.release()
+        self._saver.settle(SETTLE)
+        self._given_up = True
+        try:
+            self._write_summary("failed", {"steps": self.backend.meeting.pulse.step})
+        finally:
+            self._lock.release()
 
     def already_finished(self) -> None:
         """Say that there is nothing to do; nothing is written."""
@@ -97,7 +117,7 @@ class Run:
 
     def open(self) -> None:
         """Take the directory, write what the run starts with, and say what was seen and chosen."""
-        self.backend.on_main(self._open)
+        self._lock.holder = self.backend.on_main(self._open)
         meeting = self.backend.meeting
         meeting.write_record, meeting.write_stacks = self._write_failure, self._write_stacks
         if self.backend.is_main:
@@ -116,15 +136,18 @@ class Run:
             torch=torch.__version__,
         )
 
-    def _open(self) -> None:
+    def _open(self) -> dict[str, Any]:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "checkpoints").mkdir(exist_ok=True)
-            self._lock.acquire()
+            holder = self._lock.acquire()
+            remove_temporaries(self.directory)
             text = yaml.safe_dump(self.config.to_dict(), sort_keys=False)
             replace_file(self.directory / "config.yaml", text.encode())
-            self._write_summary("running", {})
+            replace_file(self.directory / "summary.json", self._summary("running", {}))
+            return holder
         except OSError as error:
+            self._lock.release()
             raise HvdDDPError(
                 f"`{self.directory}` can't be written: {error.strerror}. Choose another --run-dir."
             ) from error
@@ -134,10 +157,43 @@ class Run:
         return self.backend.broadcast_bytes(self._data if self.backend.is_main else None)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint (rank 0)."""
+        """Begin to write a checkpoint (rank 0), after the one before; see `hvd_ddp.saving`."""
         if self.backend.is_main:
-            path = checkpoint.save(self.directory / "checkpoints", step, state, keep=self.config.keep)
-            self.metrics.write("save", step=step, file=path.name)
+            self._saver.save(step, state)
+
+    def finish_saving(self) -> None:
+        """All ranks wait until the last checkpoint is on the disk; HvdDDPError on all if it can't be."""
+        pulse = self.backend.meeting.pulse
+        pulse.at("meeting the others")
+
+        def finish() -> None:
+            with pulse.long_work("saving"):
+                self._saver.finish()
+
+        self.backend.on_main(finish)
+
+    def _saved(self, saved: Saved) -> None:
+        facts = {"file": saved.path.name, "seconds": saved.seconds, "stood": saved.stood}
+        self.metrics.write("save", step=saved.step, **facts)
+        log.info("saved %s in %.2f s, of which training stood still %.3f s", *facts.values())
+
+    def _not_saved(self, step: int, error: OSError) -> None:
+        self._warn(f"the checkpoint of step {step} can't be written: {error.strerror}. The next save tries again")
+        self.metrics.write("warning", step=step, what="not saved", error=error.strerror)
+
+    def _metrics_wait(self, error: OSError) -> None:
+        self._warn(f"metrics.jsonl can't be written: {error.strerror}. Its lines wait in memory")
+
+    def _warn(self, text: str) -> None:
+        if not self._given_up:
+            self.console.line(f"warning: {text}; training goes on.")
+            log.warning(text)
+
+    def _guard(self, *, now: bool = True) -> None:
+        """Before every write of rank 0: HvdDDPError if the directory is another job's by now."""
+        if self._given_up:
+            raise OSError(errno.ECANCELED, "this job has ended")
+        self._lock.check(now=now)
 
     def holds(self, path: str) -> bool:
         """Whether that checkpoint is one of this run."""
@@ -149,18 +205,24 @@ class Run:
         self.metrics.write("end", status=status, seconds=seconds, **results)
         if self.backend.is_main:
             self.backend.meeting.farewells.remove(self._give_up)
-            self._write_summary(status, {**results, "seconds": seconds})
-            self._lock.release()
+            self._close(status, {**results, "seconds": seconds})
             self.console.line(
                 f"{status}: {results['steps']} steps in {seconds:.1f} s, "
                 + ", ".join(filter(None, [f"{results['samples_per_second']:.0f} samples/s", figures(results)]))
                 + f"; {self.directory}"
             )
             if status == "preempted":
-                self.console.line(f"to go on: {_command(self.directory)}")
-        if self._handler is not None:
-            stop_logging(self._handler)
+                self.console.line(f"to go on: {command_to_go_on(self.directory)}")
         return {"status": status, **results}
+
+    def _close(self, status: str, results: dict[str, Any]) -> None:
+        try:
+            self._write_summary(status, results)
+        except OSError as error:
+            self.console.line(f"warning: summary.json can't be written: {error.strerror}. It does not say `{status}`.")
+        if self.metrics.num_waiting:
+            self.console.line(f"warning: {self.metrics.num_waiting} lines of metrics.jsonl could not be written: lost.")
+        self._lock.release()
 
     def trained(self, *, step: int, **row: Any) -> None:
         """Report an interval of training steps."""
@@ -183,6 +245,8 @@ class Run:
         text = f"resuming from {self.start.checkpoint}, step {step} of {self.total_steps}"
         self.console.line(text)
         log.info(text)
+        if self.holds(str(self.start.checkpoint)):
+            self._saver.good = Path(str(self.start.checkpoint))
         self.metrics.write("resume", step=step, epoch=epoch, file=self.start.checkpoint)
 
     def stopping(self, *, step: int) -> None:
@@ -204,38 +268,15 @@ class Run:
         }
 
     def _write_summary(self, status: str, results: dict[str, Any]) -> None:
+        """Raises HvdDDPError if the directory is another job's by now; OSError."""
+        self._lock.check()
+        path, text = self.directory / "summary.json", self._summary(status, results)
+        try:
+            replace_file(path, text)
+        except OSError:
+            overwrite(path, text)
+
+    def _summary(self, status: str, results: dict[str, Any]) -> bytes:
         job = self.backend.launch.scheduler_job
         summary = {"status": status, "restart": self.start.restart, "job": job, **self._facts(), **results}
-        replace_file(self.directory / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
-
-
-def _command(directory: Path) -> str:
-    """What was typed, so that it goes on in this directory; under which launcher is the user's own choice."""
-    arguments = sys.argv[1:]
-    named = any(argument.split("=")[0] in ("--run-dir", "--run_dir") for argument in arguments)
-    return shlex.join(["python", "-m", "hvd_ddp", *arguments, *([] if named else ["--run-dir", str(directory)])])
-
-
-def figures(results: dict[str, float]) -> str:
-    """An evaluation's results in words."""
-    known = ("steps", "epochs", "samples_per_second", "num_samples")
-    text = ", ".join(f"{name} {value:.4f}" for name, value in results.items() if name not in known)
-    return text + (f" on {results['num_samples']} samples" if "num_samples" in results else "")
-
-
-def banner(config: TrainConfig, backend: Backend, directory: Path) -> list[str]:
-    """What was seen, what was chosen and why, in per-rank and global numbers."""
-    launch = backend.launch
-    share = f"{config.global_batch / launch.world_size:g} a rank"
-    augment = f" (augment {config.augment})" if config.augment != "none" else ""
-    cut = f", in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
-    return [
-        f"launcher {launch.launcher} ({launch.seen}), {launch.world_size} rank(s) on {', '.join(launch.nodes[:8])}"
-        + (f" and {len(launch.nodes) - 8} more" if len(launch.nodes) > 8 else ""),
-        f"backend {backend.name} ({backend.why}), transport {backend.transport}, device {backend.device}, "
-        f"{torch.get_num_threads()} thread(s) a rank",
-        f"data {config.data}{augment}, model {config.model}, "
-        f"{config.optimizer} at {config.lr:g}, {config.precision}; "
-        f"global batch {config.global_batch}: {share}{cut}",
-        f"run directory {directory}",
-    ]
+        return (json.dumps(summary, indent=1) + "\n").encode()

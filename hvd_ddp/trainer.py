@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
@@ -22,11 +21,13 @@ from hvd_ddp.data.feed import Place, Rank, Step, feed
 from hvd_ddp.data.loader import Batch
 from hvd_ddp.ema import Average, NoAverage
 from hvd_ddp.errors import HvdDDPError
-from hvd_ddp.evaluation import evaluate
+from hvd_ddp.evaluation import better, evaluate
 from hvd_ddp.metrics import Sums
 from hvd_ddp.optim import learning_rate
 from hvd_ddp.precision import Precision
 from hvd_ddp.run import Run
+from hvd_ddp.seeding import seed_step
+from hvd_ddp.snapshot import refuse_foreign
 from hvd_ddp.tasks import Classification, Task
 
 
@@ -72,6 +73,7 @@ class Trainer:
         self._sums = Sums(backend.device)
         self._grad_norm: Tensor | None = None
         self._averaged_at = self._saved_at = self._evaluated_at = -1  # steps
+        self.best: dict[str, Any] | None = None  # evaluation: its step, and accuracy or loss
         self._data_wait = 0.0  # seconds since the last log
         self._num_samples = 0  # used since the start, by all ranks
         self._cut_short = False  # the evaluation, by an order to stop
@@ -91,6 +93,7 @@ class Trainer:
                 return {"status": "finished"}
             if run.start.checkpoint is not None:
                 self._resume(run, run.start.checkpoint)  # before anything is written: it may not fit
+            refuse_foreign(self.state_dict())
             run.open()
             if run.start.checkpoint is not None:
                 run.resumed(step=self.step, epoch=self.place.epoch + self.place.ended)
@@ -109,7 +112,7 @@ class Trainer:
                 self._log(run)
             if self._evaluation_due():
                 results = self._evaluate(run)
-            if self._save_due():
+            if self._save_due() or self._is_best():
                 self._save(run)
         status = "finished" if self.step == self._evaluated_at == self.total_steps else "preempted"
         if status == "preempted":
@@ -117,15 +120,15 @@ class Trainer:
         self._save(run)
         speed = self._num_samples / (time.perf_counter() - began)
         results |= {"steps": self.step, "epochs": self.feed.epochs(self.place), "samples_per_second": speed}
-        self.pulse.at("meeting the others")
-        self.backend.barrier()
+        results["best"] = self.best
+        run.finish_saving()
         return run.close(status, results)
 
     def train_step(self, micros: list[Batch], window: int) -> None:
         """One optimizer step: this rank's micro-batches of a global batch of `window` samples over all ranks."""
         backend, world_size = self.backend, self.backend.launch.world_size
         pulse = self.pulse
-        torch.manual_seed(_seed(self.config.seed, self.step, backend.launch.rank))  # dropout: no state to restore
+        seed_step(self.config.seed, self.step, backend.launch.rank, backend.device)  # dropout: no state to restore
         rate = learning_rate(
             self.config, self.updates, total=self.total_steps, steps_per_epoch=self.feed.steps_per_epoch
         )
@@ -192,6 +195,7 @@ class Trainer:
             "ema": self.average.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
+            "best": self.best,
             "progress": {"step": self.step, "updates": self.updates, "evaluated_at": self._evaluated_at},
             "place": self.feed.to_save(self.place),
             "total_steps": self.total_steps,
@@ -205,6 +209,7 @@ class Trainer:
         self.average.load_state_dict(state.get("ema", {}))
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.scaler.load_state_dict(state["scaler"])
+        self.best = state.get("best")
         progress = state["progress"]
         self.step, self.updates = progress["step"], progress["updates"]
         self.place = self.feed.place(self.step, state.get("place", {}))
@@ -234,6 +239,9 @@ class Trainer:
     def _evaluation_due(self) -> bool:
         ended = self.place.ended and (self.place.epoch + 1) % self.config.eval_every == 0
         return self.step > 0 and (ended or self.step == self.total_steps)
+
+    def _is_best(self) -> bool:
+        return self.best is not None and self.best["step"] == self.step
 
     def _average_buffers(self) -> None:
         if self._averaged_at != self.step:
@@ -284,10 +292,6 @@ class Trainer:
         if self._cut_short:
             return {}
         self._evaluated_at = self.step
+        self.best = better(self.best, self.step, results)
         run.evaluated(step=self.step, epoch=self.place.epoch, results=results)
         return {name: value for name, value in results.items() if name != "num_samples"}
-
-
-def _seed(seed: int, step: int, rank: int) -> int:
-    """63 bits that follow from the three numbers."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest(), "big") >> 1

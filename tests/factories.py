@@ -1,12 +1,16 @@
 """Models for --model factories:NAME, each with one fault."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -131,3 +135,49 @@ def all_reduce(tensor: torch.Tensor) -> None:
         import horovod.torch as hvd
 
         hvd.allreduce(tensor, name="mine")
+
+
+class Wide(nn.Module):
+    """A state of 4 MB under adamw, so that a save takes as long as some steps; it draws all kinds of random numbers."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 4000), nn.Dropout(0.1), nn.Linear(4000, num_classes))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            x = x * (1 + 0.01 * np.random.standard_normal()) + 0.01 * random.random()
+        return self.layers(x)
+
+
+class Disturbed(Wide):
+    """Before its nth step in this process it does what the test has put into `at`[n]."""
+
+    at: ClassVar[dict[int, Callable[[], object]]] = {}
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.num_steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.num_steps += 1
+            self.at.get(self.num_steps, lambda: None)()
+        return super().forward(x)
+
+
+class Keeps(Small):
+    """Has something in its state that no checkpoint can hold."""
+
+    def get_extra_state(self) -> dict[str, object]:
+        return {"where": Path("x")}
+
+    def set_extra_state(self, state: dict[str, object]) -> None:
+        pass
+
+
+class KeepsLater(Keeps):
+    """Only after some steps."""
+
+    def get_extra_state(self) -> dict[str, object]:
+        return {"last": np.float64(0.5) if self.forwards > 2 else 0.5}

@@ -4,11 +4,13 @@ The rows that are refused are in test_bad_input.py; that cut runs end with the s
 """
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -176,6 +178,54 @@ def test_cosine_of_the_same_length_goes_on_where_it_was_cut(cli: Cli, tmp_path: 
     assert cli(*at, "--run-dir", str(folder)).code == 0
     assert [line["step"] for line in metrics(folder, "resume")] == [3]
     assert same(state(folder, 6), state(whole, 6))
+
+
+def test_all_kinds_of_random_numbers_go_on(cli: Cli, tmp_path: Path) -> None:
+    """The model draws from torch, numpy and `random`, in its forward; and whatever was drawn elsewhere is nothing."""
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    at = ["--model", "factories:Wide"]
+    assert cli(*at, "--max-steps", "6", "--run-dir", str(whole)).code == 0
+    assert cli(*at, "--max-steps", "3", "--run-dir", str(folder)).code == 0
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    assert cli(*at, "--max-steps", "6", "--run-dir", str(folder)).code == 0
+    assert same(state(folder, 6), state(whole, 6))
+
+
+def test_the_best_evaluation_is_kept_and_known(cli: Cli, tmp_path: Path) -> None:
+    """The rate grows far too high; the best one is saved also where no save is due, and known after a restart."""
+    folder = tmp_path / "run"
+    at = ["--optimizer", "sgd", "--momentum", "0", "--schedule", "step", "--decay-every", "1", "--decay-factor", "300",
+          "--lr", "0.05", "--keep", "1", "--save-every", "1000", "--run-dir", str(folder)]  # fmt: skip
+    seen = []
+    for epochs in (3, 4, 5):
+        assert cli(*at, "--epochs", str(epochs)).code == 0
+        found = {line["step"]: line["accuracy"] for line in metrics(folder, "eval")}
+        best = max(found, key=lambda step: found[step])
+        seen.append(best)
+        assert summary(folder)["best"] == {"step": best, "accuracy": found[best]}
+        assert state(folder, epochs * STEPS)["best"] == summary(folder)["best"]
+        names = [path.name for path in (folder / "checkpoints").glob("*.pt")]
+        assert sorted(names) == [f"step_{step:08d}.pt" for step in sorted({best, epochs * STEPS})]
+    assert seen[1] < 4 * STEPS, "else it tests nothing"
+
+
+def test_a_model_whose_state_could_not_be_loaded_is_refused_before_it_trains(cli: Cli, tmp_path: Path) -> None:
+    result = cli("--model", "factories:Keeps", "--max-steps", "3", "--run-dir", str(tmp_path / "run"))
+    assert result.code == 2, result.text
+    assert "`model._extra_state.where` in the state of this run is a `pathlib.PosixPath`" in result.err
+    assert "Traceback" not in result.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_whose_state_goes_bad_is_refused_when_it_is_saved(cli: Cli, tmp_path: Path) -> None:
+    result = cli("--model", "factories:KeepsLater", "--max-steps", "9", "--save-every", "2",
+                 "--run-dir", str(tmp_path / "run"))  # fmt: skip
+    assert result.code == 2, result.text
+    assert "`model._extra_state.last` in the state of this run is a `numpy.float64`" in result.err
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("*.pt")] == ["step_00000002.pt"]
+    assert summary(tmp_path / "run")["status"] == "failed"
 
 
 # A run that was cut may go on with other ...

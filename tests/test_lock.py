@@ -22,7 +22,7 @@ def lock(folder: Path, **launch: object) -> Lock:
 
 
 def holder(folder: Path, **changes: object) -> dict:
-    mine = lock(folder)._mine
+    mine = lock(folder).holder
     return {**mine, **changes}
 
 
@@ -107,6 +107,81 @@ def test_released(tmp_path: Path) -> None:
     mine.release()
     assert list(tmp_path.iterdir()) == []
     assert "lock" not in {thread.name for thread in threading.enumerate() if thread.is_alive() and not thread.daemon}
+
+
+@pytest.mark.parametrize("how", ["taken over", "released by the other", "broken"])
+def test_who_was_taken_for_dead_learns_it(how: str, tmp_path: Path) -> None:
+    """And leaves the other one's lock alone."""
+    mine = lock(tmp_path)
+    mine.acquire()
+    mine.check()
+    mine.check(now=False)
+    other = json.dumps(holder(tmp_path, host="elsewhere", pid=4711, job="9"))
+    (tmp_path / "summary.json").touch()
+    (tmp_path / "lock.json").unlink()
+    if how != "released by the other":
+        (tmp_path / "lock.json").write_text(other if how == "taken over" else other[:20])
+    words = "taken over by process 4711 on elsewhere, job 9" if how == "taken over" else "has lost its `lock.json`"
+    mine.check(now=False)  # within a second one look is enough
+    with pytest.raises(HvdDDPError, match=words):
+        mine.check()
+    mine._looked -= 1.1
+    with pytest.raises(HvdDDPError, match=words):
+        mine.check(now=False)
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
+    os.utime(mine._file)  # as its beat does
+    mine.release()
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()} == before
+
+
+def test_a_directory_that_is_gone_is_nobodys_fault(tmp_path: Path) -> None:
+    """Its disk may come back: that is an error of this write, not the end."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mine = lock(folder)
+    mine.acquire()
+    (folder / "lock.json").rename(tmp_path / "aside")
+    with pytest.raises(OSError, match="No such file"):
+        mine.check()
+    folder.rmdir()
+    with pytest.raises(OSError, match="No such file"):
+        mine.check()
+    folder.mkdir()
+    (tmp_path / "aside").rename(folder / "lock.json")
+    mine.check()
+
+
+def test_a_container_on_this_host_has_process_numbers_of_its_own(tmp_path: Path) -> None:
+    """That there is no such process here says nothing."""
+    text = json.dumps(holder(tmp_path, processes=1, pid=4_000_000, created=1.0))
+    (tmp_path / "lock.json").write_text(text)
+    with pytest.raises(HvdDDPError, match="in use by process 4000000"):
+        lock(tmp_path).acquire()
+
+
+def test_leftovers_of_those_killed_while_they_took_it(tmp_path: Path) -> None:
+    old, new = tmp_path / "lock.aa.tmp", tmp_path / "lock.bb.tmp"
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (1.0, 1.0))
+    lock(tmp_path).acquire()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock.bb.tmp", "lock.json"]
+
+
+def test_metrics_wait_for_the_disk(tmp_path: Path) -> None:
+    """None is lost, none is there twice, and it is said once."""
+    path, said, works = tmp_path / "metrics.jsonl", [], [True]
+
+    def guard() -> None:
+        if not works[0]:
+            raise OSError(28, "No space left on device")
+
+    metrics = Metrics(path, guard=guard, complain=said.append)
+    for step, works[0] in enumerate([True, False, False, True, True, False]):
+        metrics.write("train", step=step)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4]
+    assert len(said) == 2
+    assert metrics.num_waiting == 1
 
 
 def test_metrics_after_a_kill_within_a_line(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ class Options:
 
     checkpoint: tyro.conf.Positional[Path]
     """Checkpoint file, or run directory (then its newest whole checkpoint)."""
+    best: bool = False
+    """Of a run directory the checkpoint of its best evaluation."""
     data: str | None = None
     """Data set. None: the one that it was trained on."""
     data_dir: Path | None = None
@@ -82,7 +84,7 @@ def _evaluate(options: Options, backend: Any) -> dict[str, float]:
     from hvd_ddp.tasks import Classification
 
     origin = str(options.checkpoint)
-    state = checkpoint.parse(backend.bytes_from_main(lambda: _read(options.checkpoint)), origin)
+    state = checkpoint.parse(backend.bytes_from_main(lambda: _read(options)), origin)
     config = _config(options, state, origin)
     data = assemble.load_data(config.data, config.data_dir, backend)
     model = assemble.load_model(config, data, backend)
@@ -97,14 +99,24 @@ def _evaluate(options: Options, backend: Any) -> dict[str, float]:
         return evaluate(model, batches, task=Classification(), precision=numbers, backend=backend)
 
 
-def _read(path: Path) -> bytes:
+def _read(options: Options) -> bytes:
     from hvd_ddp import assemble, checkpoint
 
+    path = options.checkpoint
     if not path.is_dir():
+        if options.best:
+            raise HvdDDPError(
+                f"--best is of a run directory, and `{path}` is none. Give the directory, or leave it out."
+            )
         return assemble.read_weights(path)
     newest, data, passed_over = checkpoint.newest_whole(path / "checkpoints")
     if newest is None:
         raise HvdDDPError(f"`{path}` has no whole checkpoint. {' '.join(passed_over)} Give another run or a file.")
+    if options.best:
+        best = checkpoint.parse(data, str(newest)).get("best")
+        if best is None:
+            raise HvdDDPError(f"`{path}` has no best checkpoint: nothing has been evaluated. Leave --best out.")
+        return checkpoint.verified(checkpoint.of_step(path / "checkpoints", best["step"]))
     return data
 
 
@@ -124,6 +136,6 @@ def _config(options: Options, state: dict[str, Any], origin: str) -> TrainConfig
 
 
 def _text(options: Options, results: dict[str, float]) -> str:
-    from hvd_ddp.run import figures
+    from hvd_ddp.banner import figures
 
     return f"{options.checkpoint}: {figures(results)}"

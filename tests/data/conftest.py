@@ -1,21 +1,10 @@
 """Disks that are full or can't be written, not even by root; to mount them takes root, as tests/cluster does."""
 
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-
-@contextmanager
-def disk(path: Path, options: str) -> Iterator[Path]:
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], check=True)
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
+from disks import disk
 
 
 @pytest.fixture
