@@ -13,7 +13,8 @@ TransportName = Literal["auto", "nccl", "gloo", "mpi"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 AugmentName = Literal["none", "standard"]
 OptimizerName = Literal["sgd", "adam", "adamw"]
-ScheduleName = Literal["constant", "cosine", "step"]
+ScheduleName = Literal["constant", "cosine", "step", "plateau"]
+OnNan = Literal["stop", "skip"]
 SignalName = Literal["USR1", "USR2", "HUP", "ALRM", "URG"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 
@@ -70,6 +71,8 @@ class TrainConfig:
     """Passes over the training set."""
     max_steps: int | None = free(None)
     """Optimizer steps, instead of epochs."""
+    early_stop: int | None = free(None)
+    """Finish after so many evaluations without a better one. None: train to the end."""
 
     # batch
     global_batch: int = 64
@@ -87,13 +90,16 @@ class TrainConfig:
     weight_decay: float = 0.0
     """Weight decay; decoupled for adamw, added to the gradient for sgd and adam."""
     schedule: ScheduleName = "constant"
-    """constant; cosine: down to zero at the last step; step: times decay-factor every decay-every epochs."""
+    """constant; cosine: down to zero at the last step; step: times decay-factor every decay-every epochs; plateau:
+    times decay-factor after --patience evaluations without a better one."""
     warmup_steps: int = 0
     """Optimizer steps over which the rate rises linearly from zero."""
     decay_every: int = 30
     """Epochs between two drops of the step schedule."""
     decay_factor: float = 0.1
-    """What the step schedule multiplies the rate by."""
+    """What the step and plateau schedules multiply the rate by."""
+    patience: int = 3
+    """Evaluations for which the plateau schedule waits for a better one."""
     clip_norm: float | None = None
     """Largest 2-norm of the whole gradient."""
     label_smoothing: float = 0.0
@@ -122,6 +128,10 @@ class TrainConfig:
     """Steps between two lines of metrics."""
 
     # faults
+    on_nan: OnNan = free("stop")
+    """What all ranks do when a gradient is not finite on one of them: stop, or skip that step (fp16 always skips)."""
+    check_replicas: int = free(100)
+    """Steps between two looks whether all ranks still hold the same model; also before each save. 0: never."""
     start_timeout: float = free(300.0)
     """Seconds to wait for all ranks at the start."""
     timeout: float = free(300.0)
@@ -133,8 +143,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that can't work, whatever the data, the launcher or the machine."""
-        for name in ("epochs", "max_steps", "global_batch", "accumulate", "decay_every", "save_every", "keep",
-                     "eval_every", "log_every", "nproc", "threads"):  # fmt: skip
+        for name in ("epochs", "max_steps", "early_stop", "global_batch", "accumulate", "decay_every", "patience",
+                     "save_every", "keep", "eval_every", "log_every", "nproc", "threads"):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{_flag(name)} is `{value}`: nothing would be done. Give a whole number from 1 up.")
@@ -143,6 +153,8 @@ class TrainConfig:
                 raise ValueError(f"{_flag(name)} is `{getattr(self, name)}`. Give a number above 0.")
         if self.stop_before is not None and not 0 <= self.stop_before < math.inf:
             raise ValueError(f"--stop-before is `{self.stop_before}`. Give a number of minutes from 0 up.")
+        if self.check_replicas < 0:
+            raise ValueError(f"--check-replicas is `{self.check_replicas}`. Give a number of steps, or 0 for never.")
         if self.workers is not None and not 0 <= self.workers <= 256:
             raise ValueError(f"--workers is `{self.workers}`. Give a whole number from 0 to 256.")
         for name in ("momentum", "weight_decay", "warmup_steps", "decay_factor"):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -46,15 +43,3 @@ def evaluate(model: nn.Module, feed: Feed, *, task: Task, precision: Precision, 
         return {}
     num_samples = int(everywhere.pop("num_samples"))
     return {**{name: total / num_samples for name, total in everywhere.items()}, "num_samples": num_samples}
-
-
-def better(best: dict[str, Any] | None, step: int, results: dict[str, float]) -> dict[str, Any] | None:
-    """The better one of the best so far and the evaluation at `step`: {"step", "accuracy" or, without one, "loss"}.
-
-    The first of equals; None while no evaluation had a number.
-    """
-    name, sign = ("accuracy", 1) if "accuracy" in results else ("loss", -1)
-    value = results.get(name, math.nan)
-    if math.isfinite(value) and (best is None or name not in best or sign * value > sign * best[name]):
-        return {"step": step, name: value}
-    return best

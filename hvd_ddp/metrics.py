@@ -1,11 +1,14 @@
-"""Sums on the device, one reduction."""
+"""Sums on the device, one reduction a line of metrics."""
 
 from __future__ import annotations
+
+import time
 
 import torch
 from torch import Tensor
 
 from hvd_ddp.backends.base import Backend
+from hvd_ddp.data.loader import Batch
 
 
 class Sums:
@@ -31,3 +34,43 @@ class Sums:
         totals = backend.all_reduce(torch.stack([self._sums[name] for name in names])).tolist()
         self._sums.clear()
         return dict(zip(names, totals, strict=True))
+
+
+class Interval:
+    """What happened since the last line of metrics: sums over the samples and steps of all ranks, and time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = Sums(device)
+        self._began, self._waited = time.perf_counter(), 0.0
+
+    def step(self, loss: Tensor, micros: list[Batch]) -> None:
+        """Count a step of this rank: the sum of the losses of its samples."""
+        self._sums.add("loss", loss)
+        self._sums.add("num_samples", sum(micro.num_samples for micro in micros))
+        if num_bad := sum(micro.num_bad for micro in micros):
+            self._sums.add("num_bad", num_bad)
+
+    def skipped(self) -> None:
+        """Count a step of all ranks that was skipped."""
+        self._sums.add("num_skipped", 1)
+
+    def waited(self, seconds: float) -> None:
+        """Count time for which this rank had no batch."""
+        self._waited += seconds
+
+    def row(self, backend: Backend) -> dict[str, float]:
+        """The means over the interval, in one reduction; a new one begins."""
+        sums = self._sums.reduce(backend, ["loss", "num_samples", "num_bad", "num_skipped"])
+        now = time.perf_counter()
+        seconds, waited = now - self._began, self._waited
+        self._began, self._waited = now, 0.0
+        row = {
+            "loss": sums["loss"] / max(1, sums["num_samples"]),
+            "samples_per_second": sums["num_samples"] / seconds,
+            "data_wait": waited / seconds,  # share of the time, on this rank
+        }
+        if sums["num_bad"]:
+            row["bad_samples"] = int(sums["num_bad"])
+        if sums["num_skipped"]:
+            row["skipped_steps"] = round(sums["num_skipped"] / backend.launch.world_size)
+        return row

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hvd_ddp.config import TrainConfig
@@ -21,11 +21,12 @@ def build(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
     return AdamW(trained, lr=config.lr, weight_decay=config.weight_decay)
 
 
-def learning_rate(config: TrainConfig, update: int, *, total: int, steps_per_epoch: int) -> float:
+def learning_rate(config: TrainConfig, update: int, *, total: int, steps_per_epoch: int, drops: int) -> float:
     """Rate of the optimizer's step number `update` (from 0) of `total`.
 
     Warm-up is linear: (update + 1) / warmup_steps. cosine is half a period from lr to 0 over what follows the warm-up
-    (Loshchilov and Hutter, SGDR, 2017, without restarts). step counts epochs from the start of training.
+    (Loshchilov and Hutter, SGDR, 2017, without restarts). step counts epochs from the start of training. plateau has
+    dropped `drops` times.
     """
     if update < config.warmup_steps:
         return config.lr * (update + 1) / config.warmup_steps
@@ -34,7 +35,18 @@ def learning_rate(config: TrainConfig, update: int, *, total: int, steps_per_epo
         return config.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
     if config.schedule == "step":
         return config.lr * config.decay_factor ** (update // (config.decay_every * steps_per_epoch))
+    if config.schedule == "plateau":
+        return config.lr * config.decay_factor**drops
     return config.lr
+
+
+def clip(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
+    """Scale the whole gradient to a 2-norm of at most `limit`, if there is one; its norm before, a scalar."""
+    used = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in used if parameter.grad is not None])
+    if limit is not None:
+        nn.utils.clip_grads_with_norm_(used, limit, norm)
+    return norm
 
 
 def depends_on_length(config: TrainConfig) -> bool:

@@ -12,6 +12,7 @@ import yaml
 from hvd_ddp import checkpoint
 from hvd_ddp.backends.base import Backend
 from hvd_ddp.config import TrainConfig, may_change
+from hvd_ddp.decisions import Decisions
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch
 from hvd_ddp.lock import read_json
@@ -100,7 +101,8 @@ def plan(config: TrainConfig, directory: Path, *, total_steps: int, num_samples:
         return Start(str(directory), restart), b""
     state = checkpoint.parse(data, str(path))
     _may_go_on(config, state, origin=str(path), total_steps=total_steps, num_samples=num_samples)
-    finished = summary.get("status") == "finished" and state["progress"]["step"] == total_steps
+    ended = state["progress"]["step"] == total_steps or Decisions(**state.get("decisions", {})).end(config)
+    finished = summary.get("status") == "finished" and ended
     return Start(str(directory), restart, str(path), finished, tuple(passed_over)), data
 
 

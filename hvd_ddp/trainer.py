@@ -19,12 +19,14 @@ from hvd_ddp.config import TrainConfig
 from hvd_ddp.data.arrays import Data
 from hvd_ddp.data.feed import Place, Rank, Step, feed
 from hvd_ddp.data.loader import Batch
+from hvd_ddp.decisions import MOST_SKIPPED, Decisions, not_finite
 from hvd_ddp.ema import Average, NoAverage
 from hvd_ddp.errors import HvdDDPError
-from hvd_ddp.evaluation import better, evaluate
-from hvd_ddp.metrics import Sums
-from hvd_ddp.optim import learning_rate
+from hvd_ddp.evaluation import evaluate
+from hvd_ddp.metrics import Interval
+from hvd_ddp.optim import clip, learning_rate
 from hvd_ddp.precision import Precision
+from hvd_ddp.replicas import check_replicas
 from hvd_ddp.run import Run
 from hvd_ddp.seeding import seed_step
 from hvd_ddp.snapshot import refuse_foreign
@@ -70,11 +72,11 @@ class Trainer:
         self.place = Place()
         self.total_steps = config.max_steps or config.epochs * self.feed.steps_per_epoch
         self._norms = [module for module in self.model.modules() if isinstance(module, _NormBase)]
-        self._sums = Sums(backend.device)
-        self._grad_norm: Tensor | None = None
+        self._interval = Interval(backend.device)
+        self._grad_norm = torch.zeros(())
+        self._skipped = 0  # steps in a row
         self._averaged_at = self._saved_at = self._evaluated_at = -1  # steps
-        self.best: dict[str, Any] | None = None  # evaluation: its step, and accuracy or loss
-        self._data_wait = 0.0  # seconds since the last log
+        self.decisions = Decisions()
         self._num_samples = 0  # used since the start, by all ranks
         self._cut_short = False  # the evaluation, by an order to stop
 
@@ -101,8 +103,7 @@ class Trainer:
             return self._fit(run)
 
     def _fit(self, run: Run) -> dict[str, Any]:
-        self._interval = time.perf_counter()
-        began, results = self._interval, {}
+        began, results = time.perf_counter(), {}
         if self.step == self.total_steps or (self.step != self._evaluated_at and self._evaluation_due()):
             results = self._evaluate(run)  # a stop or a kill came before it
         for step in self._steps():
@@ -112,15 +113,18 @@ class Trainer:
                 self._log(run)
             if self._evaluation_due():
                 results = self._evaluate(run)
-            if self._save_due() or self._is_best():
+            if self.config.check_replicas and self.step % self.config.check_replicas == 0:
+                check_replicas(self.backend, self.model, self.optimizer, step=self.step)
+            if self._save_due():
                 self._save(run)
-        status = "finished" if self.step == self._evaluated_at == self.total_steps else "preempted"
+        ended = self.step == self._evaluated_at and (self.step == self.total_steps or self.decisions.end(self.config))
+        status = "finished" if ended else "preempted"
         if status == "preempted":
             run.stopping(step=self.step)
         self._save(run)
         speed = self._num_samples / (time.perf_counter() - began)
         results |= {"steps": self.step, "epochs": self.feed.epochs(self.place), "samples_per_second": speed}
-        results["best"] = self.best
+        results["best"] = self.decisions.best
         run.finish_saving()
         return run.close(status, results)
 
@@ -130,10 +134,12 @@ class Trainer:
         pulse = self.pulse
         seed_step(self.config.seed, self.step, backend.launch.rank, backend.device)  # dropout: no state to restore
         rate = learning_rate(
-            self.config, self.updates, total=self.total_steps, steps_per_epoch=self.feed.steps_per_epoch
-        )
+            self.config, self.updates,
+            total=self.total_steps, steps_per_epoch=self.feed.steps_per_epoch, drops=self.decisions.drops,
+        )  # fmt: skip
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        total = torch.zeros((), dtype=torch.float64, device=backend.device)
         for number, micro in enumerate(micros, 1):
             pulse.at("forward")
             with backend.no_sync(self.wrapped) if number < len(micros) else nullcontext():
@@ -141,16 +147,15 @@ class Trainer:
                 pulse.at("backward")
                 # Backends average over ranks: times world_size it is the gradient of the mean over the window.
                 self.precision.backward(losses.sum() * (world_size / window))
-            self._sums.add("loss", losses.detach().sum())
-            self._sums.add("num_samples", micro.num_samples)
-            if micro.num_bad:
-                self._sums.add("num_bad", micro.num_bad)
+            total += losses.detach().sum()
         pulse.at("averaging gradients")
         with backend.synchronize(self.optimizer):
             pulse.at("updating parameters")
             self.precision.unscale(self.optimizer)
-            self._grad_norm = self._clip()
-            self.updates += self.precision.step(self.optimizer)
+            self._grad_norm = clip(self.model.parameters(), self.config.clip_norm)
+            if self._may_update(total):
+                self.updates += self.precision.step(self.optimizer)
+                self._interval.step(total, micros)
         self.average.update(self.updates)
         self.optimizer.zero_grad()
         self.step += 1
@@ -171,13 +176,17 @@ class Trainer:
             norm.train()
         return losses
 
-    def _clip(self) -> Tensor | None:
-        if self.config.clip_norm is not None:
-            return nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
-        if (self.step + 1) % self.config.log_every:
-            return None  # nobody asks for it
-        norms = [torch.linalg.vector_norm(p.grad) for p in self.model.parameters() if p.grad is not None]
-        return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
+    def _may_update(self, loss: Tensor) -> bool:
+        """Whether the averaged gradient is finite: the same on every rank. Raises HvdDDPError where it must be."""
+        if self.precision.scaler.is_enabled() or bool(self._grad_norm.isfinite()):
+            self._skipped = 0
+            return True
+        self._skipped += 1
+        self._interval.skipped()
+        known = self.backend.all_gather_object(bool(loss.isfinite()))
+        if self.config.on_nan == "stop" or self._skipped > MOST_SKIPPED:
+            raise not_finite([rank for rank, finite in enumerate(known) if not finite], self.step, self._skipped)
+        return False
 
     def evaluate(self) -> dict[str, float]:
         """Means over the evaluation set, each sample counted once over all ranks, and `num_samples`.
@@ -195,7 +204,7 @@ class Trainer:
             "ema": self.average.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
-            "best": self.best,
+            "decisions": self.decisions.to_save(),
             "progress": {"step": self.step, "updates": self.updates, "evaluated_at": self._evaluated_at},
             "place": self.feed.to_save(self.place),
             "total_steps": self.total_steps,
@@ -209,7 +218,7 @@ class Trainer:
         self.average.load_state_dict(state.get("ema", {}))
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.scaler.load_state_dict(state["scaler"])
-        self.best = state.get("best")
+        self.decisions = Decisions(**state.get("decisions", {}))
         progress = state["progress"]
         self.step, self.updates = progress["step"], progress["updates"]
         self.place = self.feed.place(self.step, state.get("place", {}))
@@ -218,11 +227,13 @@ class Trainer:
     def _steps(self) -> Iterator[Step]:
         """From the present step to the last."""
         steps = self.feed.steps(self.place, self.total_steps - self.step)
-        while self.step < self.total_steps and not self.stop.after(self.step, known=self._cut_short):
+        while self.step < self.total_steps and not self.decisions.end(self.config):
+            if self.stop.after(self.step, known=self._cut_short):
+                return
             self.pulse.at("loading data")
             began = time.perf_counter()
             step = next(steps)
-            self._data_wait += time.perf_counter() - began
+            self._interval.waited(time.perf_counter() - began)
             yield step
 
     def _agree(self, counts: list[int]) -> list[int]:
@@ -233,15 +244,13 @@ class Trainer:
         return sums
 
     def _save_due(self) -> bool:
-        every = self.config.save_every
-        return self.step == self.total_steps or (self.place.ended if every is None else self.step % every == 0)
+        every, best = self.config.save_every, self.decisions.best
+        due = self.place.ended if every is None else self.step % every == 0
+        return due or self.step == self.total_steps or (best is not None and best["step"] == self.step)
 
     def _evaluation_due(self) -> bool:
         ended = self.place.ended and (self.place.epoch + 1) % self.config.eval_every == 0
         return self.step > 0 and (ended or self.step == self.total_steps)
-
-    def _is_best(self) -> bool:
-        return self.best is not None and self.best["step"] == self.step
 
     def _average_buffers(self) -> None:
         if self._averaged_at != self.step:
@@ -265,26 +274,17 @@ class Trainer:
     def _save(self, run: Run) -> None:
         if self._saved_at != self.step:
             self._average_buffers()
+            if self.config.check_replicas:
+                check_replicas(self.backend, self.model, self.optimizer, step=self.step, buffers=True)
             with self.pulse.long_work("saving"):
                 run.save(self.step, self.state_dict())
             self._saved_at = self.step
 
     def _log(self, run: Run) -> None:
         self.pulse.at("logging")
-        sums = self._sums.reduce(self.backend, ["loss", "num_samples", "num_bad"])
-        now = time.perf_counter()
-        bad = {"bad_samples": int(sums["num_bad"])} if sums["num_bad"] else {}
-        run.trained(
-            step=self.step,
-            epoch=self.place.epoch,
-            loss=sums["loss"] / max(1, sums["num_samples"]),
-            lr=self.optimizer.param_groups[0]["lr"],
-            grad_norm=None if self._grad_norm is None else float(self._grad_norm),
-            samples_per_second=sums["num_samples"] / (now - self._interval),
-            data_wait=self._data_wait / (now - self._interval),  # share of the time, on this rank
-            **bad,
-        )
-        self._interval, self._data_wait = now, 0.0
+        rate, norm = self.optimizer.param_groups[0]["lr"], float(self._grad_norm)
+        row = self._interval.row(self.backend)
+        run.trained(step=self.step, epoch=self.place.epoch, lr=rate, grad_norm=norm, **row)
 
     def _evaluate(self, run: Run) -> dict[str, Any]:
         results = self.evaluate()
@@ -292,6 +292,6 @@ class Trainer:
         if self._cut_short:
             return {}
         self._evaluated_at = self.step
-        self.best = better(self.best, self.step, results)
+        self.decisions.take(self.config, self.step, results)
         run.evaluated(step=self.step, epoch=self.place.epoch, results=results)
         return {name: value for name, value in results.items() if name != "num_samples"}

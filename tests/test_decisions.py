@@ -1,0 +1,101 @@
+"""What all ranks decide alike: to skip or to stop at a gradient that is not finite, to drop the rate, to end early."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from launchers import ROOT, Result, command, run
+from rundir import different, newest, rows, summary, tensors
+
+from hvd_ddp.config import TrainConfig
+from hvd_ddp.decisions import Decisions
+
+STEPS = 23  # an epoch of digits
+
+
+def take(decisions: Decisions, config: TrainConfig, values: list[float]) -> list[tuple[int, int, int]]:
+    """Stale, drops and the step of the best after each accuracy."""
+    found = []
+    for step, value in enumerate(values, 1):
+        decisions.take(config, step, {"loss": 1.0, "accuracy": value})
+        found.append((decisions.stale, decisions.drops, (decisions.best or {"step": 0})["step"]))
+    return found
+
+
+def test_what_evaluations_decide() -> None:
+    config = TrainConfig(schedule="plateau", patience=2, early_stop=4)
+    values = [0.5, 0.5, 0.4, 0.6, 0.6, 0.6, 0.6, math.nan]
+    decisions = Decisions()
+    assert take(decisions, config, values) == [
+        (0, 0, 1), (1, 0, 1), (2, 1, 1), (0, 1, 4), (1, 1, 4), (2, 2, 4), (3, 2, 4), (4, 3, 4),
+    ]  # fmt: skip
+    assert decisions.end(config) and not decisions.end(TrainConfig())
+    assert Decisions(**decisions.to_save()) == decisions
+
+
+def test_the_best_goes_by_accuracy_or_by_loss() -> None:
+    config, decisions = TrainConfig(), Decisions()
+    for step, loss in enumerate([2.0, math.nan, 1.0, 1.5], 1):
+        decisions.take(config, step, {"loss": loss, "num_samples": 9})
+    assert decisions.best == {"step": 3, "loss": 1.0}
+    decisions.take(config, 5, {"error": 0.1})
+    assert decisions.best == {"step": 3, "loss": 1.0}
+    decisions.take(config, 6, {"loss": 9.0, "accuracy": 0.1})
+    assert decisions.best == {"step": 6, "accuracy": 0.1}
+
+
+def start(launcher: str, folder: Path, *options: str, backend: str = "ddp", fault: str = "none@9") -> Result:
+    program = ["-m", "hvd_ddp", "train", "--threads", "1", "--model", "factories:Small", "--backend", backend,
+               "--run-dir", "run", "--log-every", "1", *options]  # fmt: skip
+    paths = f"{ROOT}:{ROOT / 'tests'}"
+    folder.mkdir(exist_ok=True)
+    return run(command(launcher, 2, program), cwd=folder, PYTHONPATH=paths, FAULT=fault)
+
+
+@pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "ddp"), ("mpirun", "horovod")])
+def test_a_loss_that_is_not_finite_on_one_rank(launcher: str, backend: str, tmp_path: Path) -> None:
+    """In step 4 (from 0) of rank 1: all stop there, nothing of it saved; or all skip that one step."""
+    options = ["--model", "factories:Faulty", "--max-steps", "12", "--save-every", "1"]
+    result = start(launcher, tmp_path, *options, backend=backend, fault="nan@1")
+    assert result.code != 0 and "Traceback" not in result.err, result.text[-3000:]
+    assert "The gradient of step 4 (from 0) is not finite; the loss was not on rank 1." in result.err
+    assert newest(tmp_path / "run")["progress"]["step"] == 4
+    result = start(launcher, tmp_path / "other", *options, "--on-nan", "skip", backend=backend, fault="nan@1")
+    assert result.code == 0, result.text[-3000:]
+    state = newest(tmp_path / "other/run")
+    assert (state["progress"]["step"], state["progress"]["updates"]) == (12, 11)
+    assert all(bool(value.isfinite().all()) for value in tensors(state).values())
+    trained = rows(tmp_path / "other/run", "train")
+    assert [row.get("skipped_steps", 0) for row in trained] == [int(step == 4) for step in range(12)]
+    assert all(math.isfinite(row["loss"]) for row in trained)
+
+
+def test_skipping_for_ever_ends(tmp_path: Path) -> None:
+    result = start("torchrun", tmp_path, "--lr", "1e38", "--optimizer", "sgd", "--epochs", "20", "--on-nan", "skip")
+    assert result.code != 0 and "It is the 101st step in a row" in result.err, result.text[-3000:]
+
+
+def test_early_stop_and_then_nothing_to_do(tmp_path: Path) -> None:
+    """With a rate of nothing the first evaluation stays the best; two more, and all ranks end after the same step."""
+    options = ["--lr", "1e-30", "--epochs", "9", "--early-stop", "2"]
+    assert start("torchrun", tmp_path, *options).code == 0
+    found = summary(tmp_path / "run")
+    assert (found["status"], found["steps"], found["best"]["step"]) == ("finished", 3 * STEPS, STEPS)
+    result = start("torchrun", tmp_path, *options)
+    assert result.code == 0 and "already finished" in result.out
+    assert start("torchrun", tmp_path, *options[:-1], "4").code == 0  # a longer wait: it goes on
+    assert summary(tmp_path / "run")["steps"] == 5 * STEPS
+
+
+def test_the_plateau_schedule_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Rates so small that nothing gets better: dropped at every second evaluation after the first."""
+    options = ["--schedule", "plateau", "--patience", "2", "--lr", "1e-30", "--decay-factor", "0.5", "--epochs"]
+    assert start("torchrun", tmp_path, *options, "6").code == 0
+    rates = [row["lr"] for row in rows(tmp_path / "run", "train")]
+    assert rates == [1e-30 * 0.5 ** max(0, (step // STEPS - 1) // 2) for step in range(6 * STEPS)]
+    for epochs in ("2", "4", "6"):
+        assert start("torchrun", tmp_path / "cut", *options, epochs).code == 0
+    assert [row["lr"] for row in rows(tmp_path / "cut/run", "train")] == rates
+    assert not different(tensors(newest(tmp_path / "cut/run")), tensors(newest(tmp_path / "run")))
+    assert torch.equal(torch.tensor(rates[-1]), torch.tensor(1e-30 * 0.25))
