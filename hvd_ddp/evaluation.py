@@ -7,6 +7,7 @@ from torch import nn
 
 from hvd_ddp.backends.base import Backend
 from hvd_ddp.data.feed import Feed
+from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.metrics import Sums
 from hvd_ddp.precision import Precision
 from hvd_ddp.tasks import Task
@@ -42,4 +43,6 @@ def evaluate(model: nn.Module, feed: Feed, *, task: Task, precision: Precision, 
     if everywhere.pop("cut_short"):
         return {}
     num_samples = int(everywhere.pop("num_samples"))
+    if not num_samples:
+        raise HvdDDPError("Not one sample of the evaluation set could be read: there is no result. Mend the data.")
     return {**{name: total / num_samples for name, total in everywhere.items()}, "num_samples": num_samples}

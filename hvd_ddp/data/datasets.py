@@ -104,7 +104,10 @@ def prepare(name: str, data_dir: Path | None, progress: Progress = silent) -> tu
     """Download where that is needed, pack, verify; the data, and in words what was done. Raises HvdDDPError."""
     source = find(name)
     if not source.packs:
-        return source.read(data_dir), "read and checked; it has no packed form"
+        data = source.read(data_dir)
+        if source.verify is not None:
+            source.verify(data, progress)
+        return data, "read and checked; it has no packed form"
     if data_dir is None or not data_dir.is_dir():
         raise HvdDDPError(
             f"--data-dir is `{data_dir}`, which is no folder: the packed `{name}` has no place. "

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hvd_ddp.data.arrays import Data
 from hvd_ddp.data.hashing import uniform
+from hvd_ddp.data.packed import Progress
 from hvd_ddp.data.source import Source
 from hvd_ddp.errors import HvdDDPError
 
@@ -32,6 +33,7 @@ MEAN = tuple(255 * value for value in (0.485, 0.456, 0.406))
 STD = tuple(255 * value for value in (0.229, 0.224, 0.225))
 _LISTERS = 16  # threads: on a parallel file system listing a folder is mostly waiting
 _TRIES = 10
+SHOWN = 5  # of the pictures that can't be read
 
 
 def image_folder(name: str) -> Source:
@@ -45,7 +47,7 @@ def image_folder(name: str) -> Source:
     about = (
         "train/CLASS/*.jpg and val/CLASS/*.jpg in --data-dir (or PNG, ...), shown as 3xSIZExSIZE; SIZE 224 if left out"
     )
-    return Source.surveyed(about, _list, lambda data_dir, found: _open(name, int(size), data_dir, found))
+    return Source.surveyed(about, _list, lambda data_dir, found: _open(name, int(size), data_dir, found), _verify)
 
 
 class UnreadableError(HvdDDPError):
@@ -206,6 +208,28 @@ def _open(name: str, size: int, data_dir: Path | None, found: bytes) -> Data:
         here, rest = _split(rest, len(targets))
         parts.append(Pictures(data_dir / part, here, targets, size))
     return Data(name, parts[0], parts[1], num_classes, MEAN, STD)
+
+
+def _verify(data: Data, progress: Progress) -> None:
+    """Decode every picture. Raises HvdDDPError that names those that can't be."""
+    bad: list[str] = []
+
+    def decode(one: tuple[Pictures, int]) -> None:
+        try:
+            one[0].read(one[1], 0, augment=False)
+        except UnreadableError as error:
+            bad.append(str(error))
+
+    pictures = [(part, index) for part in (data.train, data.eval) if isinstance(part, Pictures)
+                for index in range(len(part))]  # fmt: skip
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # Pillow decodes without Python's lock
+        for done, _ in enumerate(threads.map(decode, pictures), 1):
+            progress("decoding", done, len(pictures))
+    if bad:
+        raise HvdDDPError(
+            f"{len(bad)} of {len(pictures)} pictures can't be read: " + " ".join(sorted(bad)[:SHOWN])
+            + (f" And {len(bad) - SHOWN} more." if len(bad) > SHOWN else "")
+        )  # fmt: skip
 
 
 def _split(names: bytes, count: int) -> tuple[bytes, bytes]:

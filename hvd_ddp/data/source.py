@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_ddp.data.arrays import Data
-from hvd_ddp.data.packed import Sources
+from hvd_ddp.data.packed import Progress, Sources
 from hvd_ddp.errors import HvdDDPError
 
 
@@ -37,14 +37,19 @@ class Source:
     packs: bool = True  # whether a packed form makes sense
     train_packs: bool = True  # whether train may make it; else only `data prepare` and --stage do
     survey: Survey | None = None
+    verify: Callable[[Data, Progress], None] | None = None  # look at every sample; raises HvdDDPError
 
     @classmethod
     def surveyed(
-        cls, about: str, look: Callable[[Path | None], bytes], read: Callable[[Path | None, bytes], Data]
+        cls,
+        about: str,
+        look: Callable[[Path | None], bytes],
+        read: Callable[[Path | None, bytes], Data],
+        verify: Callable[[Data, Progress], None] | None = None,
     ) -> Source:
         """Data without a packed form, read after a survey."""
         survey = Survey(look, read)
-        return cls(about, lambda data_dir: read(data_dir, look(data_dir)), packs=False, survey=survey)
+        return cls(about, lambda data_dir: read(data_dir, look(data_dir)), packs=False, survey=survey, verify=verify)
 
     def fingerprint(self, data_dir: Path | None) -> Sources:
         """Size and time of change of each file that the data is read from; empty where they are not there."""

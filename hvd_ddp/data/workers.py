@@ -11,6 +11,7 @@ import pickle
 import resource
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -81,7 +82,7 @@ class Processes:
         self.num, self.depth = num, 2 * num
         _check_shared_memory((self.depth + num) * size, neighbours, num)
         _check_descriptors(64 + 4 * num + 2 * self.depth, num)
-        self._processes: list[BaseProcess] = []
+        self._owner, self._processes = os.getpid(), list[BaseProcess]()
         try:
             # By value: multiprocessing's pickler would pass a descriptor for each tensor, which one worker can take.
             self._reader = pickle.dumps(reader)
@@ -102,13 +103,13 @@ class Processes:
 
     def _start(self) -> ProcessPoolExecutor:
         before = set(multiprocessing.active_children())
-        pool = ProcessPoolExecutor(
-            self.num,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_begin,
-            initargs=(os.getpid(), self._reader),
-        )
         with _signals_held():
+            pool = ProcessPoolExecutor(
+                self.num,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_begin,
+                initargs=(os.getpid(), self._reader),
+            )
             for _ in range(self.num):
                 pool.submit(_nothing)  # each starts one, for none is idle yet
         self._processes = [process for process in multiprocessing.active_children() if process not in before]
@@ -128,6 +129,8 @@ class Processes:
 
     def close(self) -> None:
         """End them, at once: what they still read nobody needs."""
+        if os.getpid() != self._owner:  # a fork of the rank that comes to its end
+            return
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
@@ -151,7 +154,11 @@ class _Promise:
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
     """Let processes that are started inside begin with all these signals blocked: there is no moment without care."""
-    resource_tracker.ensure_running()  # multiprocessing's own, which lets INT and TERM through when it is started
+    # multiprocessing's own process: it lets INT and TERM through when it is started, and later tells of semaphores that
+    # the rank has left behind, though it also removes them.
+    sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
+    resource_tracker.ensure_running()
+    sys.warnoptions.pop()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield

@@ -34,6 +34,15 @@ def test_data_as_a_table(cli: Cli) -> None:
         assert word in result.out
 
 
+def test_folder(cli: Cli) -> None:
+    """Pictures that it makes itself, and leaves nothing of."""
+    result = cli("bench", "folder", "--repeats", "2", "--batches", "1", "--batch", "4", "--workers", "1", "--json")
+    assert result.code == 0, result.text
+    rows = json.loads(result.out)["rows"]
+    assert [row["name"] for row in rows] == ["hvd_ddp", "torchvision"]
+    assert all(row["images_per_second"] > 0 and len(row["repeats"]) == 2 for row in rows)
+
+
 def test_all_rows_make_the_same_kind_of_batch() -> None:
     made = {name: make(np.arange(200)) for name, make in candidates().items()}
     for batch in made.values():
@@ -49,10 +58,15 @@ def test_all_rows_make_the_same_kind_of_batch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (["bench", "dat"], "`dat` is nothing that can be measured. Did you mean data? Use bench with one of: data."),
+        (
+            ["bench", "dat"],
+            "`dat` is nothing that can be measured. Did you mean data? Use bench with one of: data, ",
+        ),
         (["bench", "data", "--batch", "0"], "--batch is `0`"),
         (["bench", "data", "--repeats", "0"], "--repeats `0`"),
         (["bench", "data", "--seconds", "0"], "--seconds `0.0`"),
+        (["bench", "folder", "--workers", "0"], "--workers `0`"),
+        (["bench", "folder", "--data-dir", "nowhere"], "--data-dir is `nowhere`, which is no folder"),
         (["benhc"], "Did you mean bench?"),
     ],
     ids=" ".join,

@@ -146,6 +146,11 @@ def faulty(data_dir):
     return part, part, 3
 
 
+def faulty_three(data_dir):
+    part = Faulty([(torch.zeros(3), index % 3) for index in range(12)])
+    return part, part, 3
+
+
 def with_classes(data_dir):
     part = Items([(torch.zeros(3), 0)] * 5)
     part.classes = ["a", "b", "c", "d"]

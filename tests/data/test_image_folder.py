@@ -151,6 +151,16 @@ def test_broken_pictures_are_named(how, augment, tmp_path):
     data.train.read(0, 0, augment=augment)
 
 
+def test_prepare_finds_all_broken_pictures(tmp_path, cli):
+    root = tree(tmp_path / "data")
+    result = cli("data", "prepare", "image_folder:16", "--data-dir", str(root))
+    assert result.code == 0 and "12 + 6 samples of 3x16x16, 3 classes" in result.out
+    for name in ("train/c0/0001.jpg", "val/c2/0000.jpg"):
+        broken(root / name, "truncated")
+    wanted = ["2 of 18 pictures can't be read", "train/c0/0001.jpg", "val/c2/0000.jpg"]
+    refused(cli("data", "prepare", "image_folder:16", "--data-dir", str(root)), *wanted)
+
+
 def damage(root, how):
     if how == "no folder":
         shutil.rmtree(root)

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 from launchers import ROOT, command, run
+from own_data import jittered
 from recorder import hashes
 
 from hvd_ddp.data.augment import Augmentation
 from hvd_ddp.data.datasets import load
+from hvd_ddp.data.items import Reader, Request
 from hvd_ddp.data.loader import ArrayLoader
+from hvd_ddp.data.own import OwnItems
 from hvd_ddp.data.sampler import permutation
 
 STEPS, EPOCH, BATCH, SEED = 30, 23, 64, 11  # digits: 1,437 samples, the last batch of an epoch has 29
@@ -61,3 +64,39 @@ def test_across_stops_on_other_numbers_of_ranks(wanted: list, tmp_path: Path) ->
     third = start(tmp_path, 1, 26, "--augment", "standard", accumulate=3)
     fourth = start(tmp_path, 2, STEPS, "--augment", "standard")
     assert first + second + third + fourth == wanted
+
+
+# ---- samples read one at a time, with random numbers of the data set's own
+
+
+@pytest.fixture(scope="module")
+def jittered_steps() -> list[list[str]]:
+    """100 samples in steps of 16: 7 an epoch; each step's samples by the order, each as it looks by itself."""
+    items = OwnItems("own_data:jittered, train", jittered(None)[0])
+    read = Reader((items, items), 3, SEED, False, False, 0, 1)
+    steps = []
+    for step in range(18):
+        epoch, position = divmod(step, 7)
+        order = permutation(100, SEED, epoch)[position * 16 : (position + 1) * 16]
+        steps.append(hashes(torch.cat([read(Request(0, np.array([index]), epoch)).inputs for index in order])))
+    return steps
+
+
+def start_own(folder: Path, num_ranks: int, steps: int, workers: int) -> list[list[str]]:
+    own = ["--data", "own_data:jittered", "--global-batch", "16", "--workers", str(workers)]
+    return start(folder, num_ranks, steps, *own)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("num_ranks", "workers"), [(1, 0), (2, 3), (3, 1), (4, 0)])
+def test_own_samples_on_any_number_of_ranks_and_workers(
+    num_ranks: int, workers: int, jittered_steps: list, tmp_path: Path
+) -> None:
+    assert start_own(tmp_path, num_ranks, 18, workers) == jittered_steps
+
+
+@pytest.mark.timeout(300)
+def test_own_samples_across_stops(jittered_steps: list, tmp_path: Path) -> None:
+    """Stopped twice in one epoch; other ranks, other workers each time."""
+    parts = [start_own(tmp_path, *each) for each in ((2, 2, 3), (3, 5, 0), (1, 12, 1), (2, 18, 0))]
+    assert list(chain(*parts)) == jittered_steps
