@@ -143,6 +143,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that can't work, whatever the data, the launcher or the machine."""
+        for name in ("data_dir", "stage", "init", "run_dir"):
+            if isinstance(getattr(self, name), str):  # from a program
+                object.__setattr__(self, name, Path(getattr(self, name)))
         for name in ("epochs", "max_steps", "early_stop", "global_batch", "accumulate", "decay_every", "patience",
                      "save_every", "keep", "eval_every", "log_every", "nproc", "threads"):  # fmt: skip
             value = getattr(self, name)

@@ -21,6 +21,7 @@ def check_replicas(
     """
     if backend.launch.world_size == 1:
         return
+    backend.meeting.pulse.at("meeting the others")
     tensors = _tensors(model, optimizer, buffers=buffers)
     sums = torch.stack([_checksum(tensor) for tensor in tensors.values()]).to(backend.device)
     highest, lowest = backend.all_reduce(torch.cat([sums, -sums]), "max").chunk(2)

@@ -94,7 +94,7 @@ class Saver:
         """Bring what is left to the disk; what hinders it."""
         assert self._left is not None
         (step, state, stood), began = self._left, time.monotonic()
-        best = (state["decisions"]["best"] or {}).get("step")
+        best = (state.get("decisions", {}).get("best") or {}).get("step")
         wanted = [one for one in (best, self._best) if one is not None]
         try:
             self._guard()

@@ -182,7 +182,7 @@ def life(folder: Path, num_kills: int, chance: random.Random) -> list[Kill]:
 
 def everything(folder: Path) -> dict[str, Any]:
     state = newest(folder)
-    best = {f"best.{name}": torch.tensor(value) for name, value in state["best"].items()}
+    best = {f"best.{name}": torch.tensor(value) for name, value in state["decisions"]["best"].items()}
     return tensors(state) | best | {f"ema.{name}": value for name, value in state["ema"].items()}
 
 

@@ -90,6 +90,8 @@ class UnusedOnAll(Small):
 class Faulty(Small):
     """At its fifth forward rank R does what FAULT=what@R says; an odd last batch or an evaluation comes later."""
 
+    scale = 1.0
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         what, _, rank = os.environ["FAULT"].partition("@")
         if self.forwards == 4:
@@ -101,10 +103,15 @@ class Faulty(Small):
                     all_reduce(torch.ones(1))
             elif mine:
                 getattr(self, what)()
-        return super().forward(x)
+        scale, self.scale = self.scale, 1.0
+        return super().forward(x) * scale
 
     def throw(self) -> None:
         raise RuntimeError("the sensor is on fire")
+
+    def nan(self) -> None:
+        """In this one forward."""
+        self.scale = float("nan")
 
     def leave(self) -> None:
         sys.exit(0)

@@ -34,15 +34,20 @@ def test_what_evaluations_decide() -> None:
     assert Decisions(**decisions.to_save()) == decisions
 
 
-def test_the_best_goes_by_accuracy_or_by_loss() -> None:
+def test_the_best_evaluation() -> None:
+    """By accuracy where there is one, else by loss; the first of equals; what is no number is never the best."""
     config, decisions = TrainConfig(), Decisions()
-    for step, loss in enumerate([2.0, math.nan, 1.0, 1.5], 1):
+    for step, accuracy in enumerate([math.nan, 0.5, 0.7, 0.7, 0.6, math.inf]):
+        decisions.take(config, step, {"loss": 1.0 - step, "accuracy": accuracy, "num_samples": 9})
+        assert decisions.best == [None, *[{"step": 1, "accuracy": 0.5}], *[{"step": 2, "accuracy": 0.7}] * 4][step]
+    decisions = Decisions()
+    for step, loss in enumerate([math.nan, 0.5, 0.7, 0.3, 0.3, -math.inf]):
         decisions.take(config, step, {"loss": loss, "num_samples": 9})
-    assert decisions.best == {"step": 3, "loss": 1.0}
-    decisions.take(config, 5, {"error": 0.1})
-    assert decisions.best == {"step": 3, "loss": 1.0}
-    decisions.take(config, 6, {"loss": 9.0, "accuracy": 0.1})
-    assert decisions.best == {"step": 6, "accuracy": 0.1}
+        assert decisions.best == [None, *[{"step": 1, "loss": 0.5}] * 2, *[{"step": 3, "loss": 0.3}] * 3][step]
+    decisions.take(config, 6, {"error": 0.1})
+    assert decisions.best == {"step": 3, "loss": 0.3}
+    decisions.take(config, 7, {"loss": 9.0, "accuracy": 0.1})
+    assert decisions.best == {"step": 7, "accuracy": 0.1}
 
 
 def start(launcher: str, folder: Path, *options: str, backend: str = "ddp", fault: str = "none@9") -> Result:
@@ -53,7 +58,7 @@ def start(launcher: str, folder: Path, *options: str, backend: str = "ddp", faul
     return run(command(launcher, 2, program), cwd=folder, PYTHONPATH=paths, FAULT=fault)
 
 
-@pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "ddp"), ("mpirun", "horovod")])
+@pytest.mark.parametrize(("launcher", "backend"), [("--nproc", "ddp"), ("mpirun", "horovod")])
 def test_a_loss_that_is_not_finite_on_one_rank(launcher: str, backend: str, tmp_path: Path) -> None:
     """In step 4 (from 0) of rank 1: all stop there, nothing of it saved; or all skip that one step."""
     options = ["--model", "factories:Faulty", "--max-steps", "12", "--save-every", "1"]
@@ -72,30 +77,30 @@ def test_a_loss_that_is_not_finite_on_one_rank(launcher: str, backend: str, tmp_
 
 
 def test_skipping_for_ever_ends(tmp_path: Path) -> None:
-    result = start("torchrun", tmp_path, "--lr", "1e38", "--optimizer", "sgd", "--epochs", "20", "--on-nan", "skip")
+    result = start("--nproc", tmp_path, "--lr", "1e38", "--optimizer", "sgd", "--epochs", "20", "--on-nan", "skip")
     assert result.code != 0 and "It is the 101st step in a row" in result.err, result.text[-3000:]
 
 
 def test_early_stop_and_then_nothing_to_do(tmp_path: Path) -> None:
     """With a rate of nothing the first evaluation stays the best; two more, and all ranks end after the same step."""
     options = ["--lr", "1e-30", "--epochs", "9", "--early-stop", "2"]
-    assert start("torchrun", tmp_path, *options).code == 0
+    assert start("--nproc", tmp_path, *options).code == 0
     found = summary(tmp_path / "run")
     assert (found["status"], found["steps"], found["best"]["step"]) == ("finished", 3 * STEPS, STEPS)
-    result = start("torchrun", tmp_path, *options)
+    result = start("--nproc", tmp_path, *options)
     assert result.code == 0 and "already finished" in result.out
-    assert start("torchrun", tmp_path, *options[:-1], "4").code == 0  # a longer wait: it goes on
+    assert start("--nproc", tmp_path, *options[:-1], "4").code == 0  # a longer wait: it goes on
     assert summary(tmp_path / "run")["steps"] == 5 * STEPS
 
 
 def test_the_plateau_schedule_goes_on_where_it_was(tmp_path: Path) -> None:
     """Rates so small that nothing gets better: dropped at every second evaluation after the first."""
     options = ["--schedule", "plateau", "--patience", "2", "--lr", "1e-30", "--decay-factor", "0.5", "--epochs"]
-    assert start("torchrun", tmp_path, *options, "6").code == 0
+    assert start("--nproc", tmp_path, *options, "6").code == 0
     rates = [row["lr"] for row in rows(tmp_path / "run", "train")]
     assert rates == [1e-30 * 0.5 ** max(0, (step // STEPS - 1) // 2) for step in range(6 * STEPS)]
     for epochs in ("2", "4", "6"):
-        assert start("torchrun", tmp_path / "cut", *options, epochs).code == 0
+        assert start("--nproc", tmp_path / "cut", *options, epochs).code == 0
     assert [row["lr"] for row in rows(tmp_path / "cut/run", "train")] == rates
     assert not different(tensors(newest(tmp_path / "cut/run")), tensors(newest(tmp_path / "run")))
     assert torch.equal(torch.tensor(rates[-1]), torch.tensor(1e-30 * 0.25))

@@ -1,7 +1,6 @@
 """Evaluation counts each sample exactly once, on any number of ranks, with any remainder."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from launchers import command, run, train
 from hvd_ddp.checkpoint import save
 from hvd_ddp.commands.evaluate import Options, _read
 from hvd_ddp.errors import HvdDDPError
-from hvd_ddp.evaluation import better
 
 
 @pytest.fixture(scope="module")
@@ -87,20 +85,6 @@ def test_remainders(tmp_path: Path) -> None:
             assert there["loss"] == pytest.approx(wanted["loss"], rel=1e-12)
 
 
-def test_the_better_evaluation() -> None:
-    """By accuracy where there is one, else by loss; the first of equals; what is no number is never the best."""
-    best = None
-    for step, accuracy in enumerate([math.nan, 0.5, 0.7, 0.7, 0.6, math.inf]):
-        best = better(best, step, {"loss": 1.0 - step, "accuracy": accuracy, "num_samples": 9})
-        assert best == [None, *[{"step": 1, "accuracy": 0.5}], *[{"step": 2, "accuracy": 0.7}] * 4][step]
-    best = None
-    for step, loss in enumerate([math.nan, 0.5, 0.7, 0.3, 0.3, -math.inf]):
-        best = better(best, step, {"loss": loss, "num_samples": 9})
-        assert best == [None, *[{"step": 1, "loss": 0.5}] * 2, *[{"step": 3, "loss": 0.3}] * 3][step]
-    assert better({"step": 1, "loss": 0.5}, 2, {"error": 0.1}) == {"step": 1, "loss": 0.5}
-    assert better({"step": 1, "loss": 0.5}, 2, {"loss": 9.0, "accuracy": 0.1}) == {"step": 2, "accuracy": 0.1}
-
-
 def test_of_a_run_directory_the_best_one(checkpoint: Path, tmp_path: Path) -> None:
     folder = checkpoint / "checkpoints"
     assert _read(Options(checkpoint, best=True)) == (folder / "step_00000023.pt").read_bytes()
@@ -109,6 +93,6 @@ def test_of_a_run_directory_the_best_one(checkpoint: Path, tmp_path: Path) -> No
     with pytest.raises(HvdDDPError, match="no whole checkpoint"):
         _read(Options(tmp_path, best=True))
     for best, words in ((None, "nothing has been evaluated"), ({"step": 7, "accuracy": 0.5}, "step_00000007.pt")):
-        save(tmp_path / "checkpoints", 9, {"best": best}, keep=1)
+        save(tmp_path / "checkpoints", 9, {"decisions": {"best": best}}, keep=1)
         with pytest.raises(HvdDDPError, match=words):
             _read(Options(tmp_path, best=True))

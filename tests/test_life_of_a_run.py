@@ -205,7 +205,7 @@ def test_the_best_evaluation_is_kept_and_known(cli: Cli, tmp_path: Path) -> None
         best = max(found, key=lambda step: found[step])
         seen.append(best)
         assert summary(folder)["best"] == {"step": best, "accuracy": found[best]}
-        assert state(folder, epochs * STEPS)["best"] == summary(folder)["best"]
+        assert state(folder, epochs * STEPS)["decisions"]["best"] == summary(folder)["best"]
         names = [path.name for path in (folder / "checkpoints").glob("*.pt")]
         assert sorted(names) == [f"step_{step:08d}.pt" for step in sorted({best, epochs * STEPS})]
     assert seen[1] < 4 * STEPS, "else it tests nothing"

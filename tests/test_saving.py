@@ -40,8 +40,8 @@ class Disk:
         if self.fails is not None:
             raise self.fails
 
-    def save(self, step: int, **more: Any) -> None:
-        self.saver.save(step, {"w": torch.full((3,), float(step)), **more})
+    def save(self, step: int, best: dict[str, Any] | None = None) -> None:
+        self.saver.save(step, {"w": torch.full((3,), float(step)), "decisions": {"best": best}})
 
     @property
     def steps(self) -> list[int]:

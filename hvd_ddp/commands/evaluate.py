@@ -113,7 +113,7 @@ def _read(options: Options) -> bytes:
     if newest is None:
         raise HvdDDPError(f"`{path}` has no whole checkpoint. {' '.join(passed_over)} Give another run or a file.")
     if options.best:
-        best = checkpoint.parse(data, str(newest)).get("best")
+        best = checkpoint.parse(data, str(newest)).get("decisions", {}).get("best")
         if best is None:
             raise HvdDDPError(f"`{path}` has no best checkpoint: nothing has been evaluated. Leave --best out.")
         return checkpoint.verified(checkpoint.of_step(path / "checkpoints", best["step"]))

@@ -121,8 +121,11 @@ class _Peer:
         self._writer.writelines(self._early)
 
     def say(self, kind: str, value: Any) -> None:
-        if self._writer is not None and self._writer.transport.get_write_buffer_size() >= LARGEST_BACKLOG:
-            return  # it does not read; should it come back, what follows is in order
+        if self._writer is not None:
+            if self._writer.is_closing():
+                return  # it is gone
+            if self._writer.transport.get_write_buffer_size() >= LARGEST_BACKLOG:
+                return  # it does not read; should it come back, what follows is in order
         body = json.dumps([kind, value]).encode()
         self._said += 1
         frame = self._seal(self._directions[0], self._said, body) + struct.pack("!I", len(body)) + body

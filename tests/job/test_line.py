@@ -4,12 +4,15 @@ import json
 import os
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from launchers import run
 
 from hvd_ddp.job import line as module
 from hvd_ddp.job.handshake import Connection
@@ -334,3 +337,11 @@ def test_who_reads_again_is_not_lost(three: list[End]) -> None:
     assert numbers == sorted(numbers)
     assert len(numbers) < 201, "else it tests nothing"
     assert first.lost == main.lost == []
+
+
+def test_the_simulation_of_a_large_job_works() -> None:
+    """`python tests/job/simulate_ranks.py` is what the README's figures come from."""
+    program = Path(__file__).with_name("simulate_ranks.py")
+    result = run([sys.executable, str(program), "--ranks", "300", "--seconds", "4"], timeout=60)
+    assert result.code == 0 and result.out.splitlines()[-1].startswith("| 300 | 1.2 s |"), result.text
+    assert result.err == ""
