@@ -10,6 +10,7 @@ import torch
 from launchers import ROOT, command, run
 from own_data import jittered
 from recorder import hashes
+from rundir import distance, newest, tensors
 
 from hvd_ddp.data.augment import Augmentation
 from hvd_ddp.data.datasets import load
@@ -21,14 +22,16 @@ from hvd_ddp.data.sampler import permutation
 STEPS, EPOCH, BATCH, SEED = 30, 23, 64, 11  # digits: 1,437 samples, the last batch of an epoch has 29
 
 
-def start(folder: Path, num_ranks: int, steps: int, *options: str, accumulate: int = 1) -> list[list[str]]:
+def start(
+    folder: Path, num_ranks: int, steps: int, *options: str, accumulate: int = 1, launcher: str = "--nproc"
+) -> list[list[str]]:
     """What the job was shown in each of its steps, by rank."""
     here = folder / f"{num_ranks}-{steps}"
     here.mkdir()
     program = ["-m", "hvd_ddp", "train", "--model", "recorder:Recorder", "--seed", str(SEED), "--threads", "1",
                "--max-steps", str(steps), "--accumulate", str(accumulate), "--run-dir", str(folder / "run"),
                "--eval-every", "9", *options]  # fmt: skip
-    result = run(command("--nproc", num_ranks, program), cwd=here, PYTHONPATH=f"{ROOT}:{Path(__file__).parent}")
+    result = run(command(launcher, num_ranks, program), cwd=here, PYTHONPATH=f"{ROOT}:{Path(__file__).parent}")
     assert result.code == 0, result.text[-4000:]
     ranks = []
     for rank in range(num_ranks):
@@ -64,6 +67,22 @@ def test_across_stops_on_other_numbers_of_ranks(wanted: list, tmp_path: Path) ->
     third = start(tmp_path, 1, 26, "--augment", "standard", accumulate=3)
     fourth = start(tmp_path, 2, STEPS, "--augment", "standard")
     assert first + second + third + fourth == wanted
+
+
+@pytest.mark.timeout(200)
+def test_from_horovod_on_four_ranks_to_ddp_on_three_to_one_process(tmp_path: Path) -> None:
+    """Each sample once an epoch, and in float64 the weights of a run that was never stopped."""
+    options = ("--augment", "standard", "--precision", "fp64", "--optimizer", "adamw", "--schedule", "constant")
+    parts = [
+        start(tmp_path, 4, 9, *options, "--backend", "horovod", launcher="mpirun"),
+        start(tmp_path, 3, 17, *options, "--backend", "ddp"),
+        start(tmp_path, 1, STEPS, *options, launcher="python"),
+    ]
+    (tmp_path / "whole").mkdir()
+    whole = start(tmp_path / "whole", 1, STEPS, *options, launcher="python")
+    assert list(chain(*parts)) == whole
+    assert sum(map(len, whole[:EPOCH])) == len(set(chain(*whole[:EPOCH]))) == 1437
+    assert distance(tensors(newest(tmp_path / "run")), tensors(newest(tmp_path / "whole/run"))) < 1e-12
 
 
 # ---- samples read one at a time, with random numbers of the data set's own
