@@ -46,10 +46,11 @@ class Decisions:
 
 def not_finite(ranks: list[int], step: int, skipped: int) -> HvdDDPError:
     """What to say of a gradient that is not finite, with the ranks whose loss was not."""
-    whose = f"the loss was not on rank {', '.join(map(str, ranks[:8]))}" if ranks else "the losses of all ranks were"
+    several = "s" if len(ranks) > 1 else ""
+    whose = f"the loss was not on rank{several} {', '.join(map(str, ranks[:8]))}" if ranks else "all losses were"
     remedy = "Use a smaller --lr, --clip-norm, or look at the data; --on-nan skip leaves such steps out."
     if skipped > MOST_SKIPPED:
-        remedy = f"It is the {skipped}th step in a row: what is broken is not mended by leaving steps out."
+        remedy = f"It is number {skipped} in a row: what is broken is not mended by leaving steps out."
     return HvdDDPError(
         f"The gradient of step {step} (from 0) is not finite; {whose}. It was not used; all ranks stop. {remedy} The "
         "same command goes on from the last checkpoint."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -65,7 +66,7 @@ class Interval:
         seconds, waited = now - self._began, self._waited
         self._began, self._waited = now, 0.0
         row = {
-            "loss": sums["loss"] / max(1, sums["num_samples"]),
+            "loss": sums["loss"] / sums["num_samples"] if sums["num_samples"] else math.nan,
             "samples_per_second": sums["num_samples"] / seconds,
             "data_wait": waited / seconds,  # share of the time, on this rank
         }
