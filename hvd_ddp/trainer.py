@@ -95,7 +95,7 @@ class Trainer:
             refuse_foreign(self.state_dict())
             run.open()
             if run.start.checkpoint is not None:
-                run.resumed(step=self.step, epoch=self.step // self.steps_per_epoch)
+                run.resumed(step=self.step, epoch=self.step // self.steps_per_epoch, best=self.best)
             self.stop.instead_of_dying()
             return self._fit(run)
 
@@ -290,5 +290,7 @@ class Trainer:
             return {}
         self._evaluated_at = self.step
         self.best = better(self.best, self.step, results)
+        if self._is_best():
+            self._saved_at = -1  # a checkpoint of this step that is there already does not know it
         run.evaluated(step=self.step, epoch=(self.step - 1) // self.steps_per_epoch, results=results)
         return {name: value for name, value in results.items() if name != "num_samples"}
