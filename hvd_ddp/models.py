@@ -6,12 +6,14 @@ import difflib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from hvd_ddp.errors import HvdDDPError
 
@@ -36,6 +38,19 @@ class ConvNet(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = self.classifier(self.features(inputs).flatten(1))
         return outputs
+
+
+@contextmanager
+def left_alone(norms: list[_NormBase]) -> Iterator[None]:
+    """Keep what is computed inside out of the running statistics of these layers, and use those."""
+    training = [norm for norm in norms if norm.training]
+    for norm in training:
+        norm.eval()
+    try:
+        yield
+    finally:
+        for norm in training:
+            norm.train()
 
 
 SMALL = 64  # pixels a side up to which resnet18 has the stem for small images

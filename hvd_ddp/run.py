@@ -238,7 +238,7 @@ class Run:
         self.console.line(f"evaluation at step {step}: {text}")
         log.info("evaluation at step %d: %s", step, text)
 
-    def resumed(self, *, step: int, epoch: int) -> None:
+    def resumed(self, *, step: int, epoch: int, best: dict[str, Any] | None) -> None:
         """Report where this start goes on, and what it passed over."""
         for reason in self.start.passed_over:
             self.console.line(f"passed over: {reason}")
@@ -246,7 +246,7 @@ class Run:
         self.console.line(text)
         log.info(text)
         if self.holds(str(self.start.checkpoint)):
-            self._saver.good = Path(str(self.start.checkpoint))
+            self._saver.go_on(Path(str(self.start.checkpoint)), best)
         self.metrics.write("resume", step=step, epoch=epoch, file=self.start.checkpoint)
 
     def stopping(self, *, step: int) -> None:

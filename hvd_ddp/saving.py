@@ -46,10 +46,14 @@ class Saver:
         self._saved, self._failed = saved, failed
         self._copies = Snapshot()
         self._thread = threading.Thread()
-        self.good: Path | None = None  # the newest one that is known to be whole
+        self._good: Path | None = None  # the newest one that is known to be whole
         self._best: int | None = None  # step of the best one that is on the disk
         self._left: tuple[int, dict[str, Any], float] | None = None  # what is not on the disk yet
         self._error: BaseException | None = None
+
+    def go_on(self, good: Path, best: dict[str, Any] | None) -> None:
+        """`good` is the newest whole one so far, and says which is the best."""
+        self._good, self._best = good, best["step"] if best else None
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copy the state and begin to write it, after the one before. Raises what the thread raised."""
@@ -64,7 +68,7 @@ class Saver:
         """Wait for the disk; HvdDDPError if the last state is not on it after another try."""
         self._wait()
         if self._left is not None and (error := self._try()) is not None:
-            newest = f"the newest checkpoint is `{self.good.name}`" if self.good else "there is no checkpoint"
+            newest = f"the newest checkpoint is `{self._good.name}`" if self._good else "there is no checkpoint"
             raise HvdDDPError(
                 f"Step {self._left[0]} can't be saved in `{self._folder}`: {error.strerror}. What was trained since "
                 f"the last save is lost; {newest}. Make room there (a smaller --keep does, too), or mend what else it "
@@ -98,12 +102,12 @@ class Saver:
         wanted = [one for one in (best, self._best) if one is not None]
         try:
             self._guard()
-            if self.good is not None:  # a start with a smaller --keep, perhaps for a full disk
-                checkpoint.prune(self.good, keep=self._keep, best=wanted)
+            if self._good is not None:  # a start with a smaller --keep, perhaps for a full disk
+                checkpoint.prune(self._good, keep=self._keep, best=wanted)
             path = checkpoint.save(self._folder, step, state, keep=self._keep, best=wanted, guard=self._guard)
         except OSError as error:
             return error
-        self._left, self.good = None, path
+        self._left, self._good = None, path
         self._best = step if step == best else self._best
         self._saved(Saved(step, path, time.monotonic() - began, stood))
         return None

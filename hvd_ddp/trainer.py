@@ -24,6 +24,7 @@ from hvd_ddp.ema import Average, NoAverage
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.evaluation import evaluate
 from hvd_ddp.metrics import Interval
+from hvd_ddp.models import left_alone
 from hvd_ddp.optim import clip, learning_rate
 from hvd_ddp.precision import Precision
 from hvd_ddp.replicas import check_replicas
@@ -98,7 +99,8 @@ class Trainer:
             refuse_foreign(self.state_dict())
             run.open()
             if run.start.checkpoint is not None:
-                run.resumed(step=self.step, epoch=self.place.epoch + self.place.ended)
+                where = self.place.epoch + self.place.ended
+                run.resumed(step=self.step, epoch=where, best=self.decisions.best)
             self.stop.instead_of_dying()
             return self._fit(run)
 
@@ -164,17 +166,10 @@ class Trainer:
 
     def _losses(self, batch: Batch) -> Tensor:
         """One loss a sample; zeros for a stand-in, whose forward only makes this rank take part."""
-        if batch.num_samples:
-            with self.precision.autocast():
-                return self.task.losses(self.wrapped, batch)
-        training = [norm for norm in self._norms if norm.training]
-        for norm in training:  # a stand-in stays out of the batch statistics
-            norm.eval()
-        with self.precision.autocast():
-            losses = self.task.losses(self.wrapped, batch) * 0
-        for norm in training:
-            norm.train()
-        return losses
+        statistics = nullcontext() if batch.num_samples else left_alone(self._norms)
+        with statistics, self.precision.autocast():
+            losses = self.task.losses(self.wrapped, batch)
+        return losses if batch.num_samples else losses * 0
 
     def _may_update(self, loss: Tensor) -> bool:
         """Whether the averaged gradient is finite: the same on every rank. Raises HvdDDPError where it must be."""
@@ -244,9 +239,12 @@ class Trainer:
         return sums
 
     def _save_due(self) -> bool:
-        every, best = self.config.save_every, self.decisions.best
+        every = self.config.save_every
         due = self.place.ended if every is None else self.step % every == 0
-        return due or self.step == self.total_steps or (best is not None and best["step"] == self.step)
+        return due or self.step == self.total_steps or self._is_best()
+
+    def _is_best(self) -> bool:
+        return self.decisions.best is not None and self.decisions.best["step"] == self.step
 
     def _evaluation_due(self) -> bool:
         ended = self.place.ended and (self.place.epoch + 1) % self.config.eval_every == 0
@@ -293,5 +291,7 @@ class Trainer:
             return {}
         self._evaluated_at = self.step
         self.decisions.take(self.config, self.step, results)
+        if self._is_best():
+            self._saved_at = -1  # a checkpoint of this step that is there already does not know it
         run.evaluated(step=self.step, epoch=self.place.epoch, results=results)
         return {name: value for name, value in results.items() if name != "num_samples"}

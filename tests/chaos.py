@@ -32,7 +32,7 @@ STEPS, INTERVAL, RANKS = 60, 7, 2
 OPTIONS = ["--model", "factories:Wide", "--threads", "1", "--max-steps", str(STEPS), "--global-batch", "48",
            "--save-every", str(INTERVAL), "--keep", "2", "--optimizer", "adamw", "--weight-decay", "0.1",
            "--schedule", "cosine", "--warmup-steps", "6", "--ema", "0.9", "--log-every", "1",
-           "--timeout", "30"]  # fmt: skip
+           "--timeout", "30", "--start-timeout", "30"]  # fmt: skip
 BACKENDS = ("ddp", "horovod")
 PATIENCE = 90.0  # seconds for what should come within a few
 START, SAVE = 2.0, 0.08  # seconds that a start and a save take at most, roughly: random moments are drawn from these
@@ -54,6 +54,11 @@ class Start:
                 self.pids.remove(pid)
         return not self.pids
 
+    @property
+    def said(self) -> str:
+        """Its last words."""
+        return "\n" + Path(f"{self.folder}.log").read_text()[-3000:]
+
     def kill(self, *which: int) -> None:
         for pid in which or list(self.pids):
             os.kill(pid, signal.SIGKILL)
@@ -63,7 +68,7 @@ class Start:
         while not self.ended:
             if time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError(f"it does not end; see {self.folder}.log")
+                raise AssertionError(f"it does not end: {self.said}")
             time.sleep(0.005)
 
 
@@ -169,13 +174,13 @@ def life(folder: Path, num_kills: int, chance: random.Random) -> list[Kill]:
             job.kill(*([chance.choice(job.pids)] if chance.random() < 0.1 else []))  # or one, and the other notices
         job.wait()
         later = rows(folder, "resume")[resumed:]
-        assert [row["step"] for row in later] in ([], [kept] if kept else []), f"{folder}: {later}, not from {kept}"
+        assert [row["step"] for row in later] in ([], [kept] if kept else []), f"{later}, not from {kept}: {job.said}"
         if not killed:
             break
         step = max([row["step"] for row in rows(folder, "train")[trained:]], default=kept)
         kills.append(Kill(moment, backend, step, whole(folder), left_of_a_save(folder)))
         assert step - whole(folder) <= 2 * INTERVAL, kills[-1]  # the one before the save that was being written
-    assert newest(folder)["progress"]["step"] == STEPS, f"it did not end: see {folder}.log"
+    assert newest(folder)["progress"]["step"] == STEPS, f"it did not come to its end: {job.said}"
     assert not temporaries(folder), "of dead writers"
     return kills
 
