@@ -113,7 +113,7 @@ class Run:
 
     def already_finished(self) -> None:
         """Say that there is nothing to do; nothing is written."""
-        self.console.line(f"{self.directory} is already finished at step {self.total_steps}: nothing to do.")
+        self.console.line(f"{self.directory} is already finished ({self.start.checkpoint}): nothing to do.")
 
     def open(self) -> None:
         """Take the directory, write what the run starts with, and say what was seen and chosen."""
