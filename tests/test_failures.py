@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import false_alarms
 import pytest
 import torch
 from launchers import ROOT, Result, assert_none_left, command, run
@@ -237,3 +238,9 @@ def test_and_trains_the_same_with_find_unused_parameters(tmp_path: Path) -> None
         states.append(weights(folder))
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
+
+
+@pytest.mark.full
+@pytest.mark.timeout(6000)
+def test_no_false_alarm_in_a_hundred_runs_on_busy_cores() -> None:
+    assert false_alarms.main(100) == 0
