@@ -132,7 +132,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
 def check_whole(folder: Path, wanted: dict[str, torch.Tensor]) -> None:
     """Each step was done once and each evaluation made once, over all starts, and the end is that of one start."""
     assert summary(folder / "run")["status"] == "finished"
-    assert newest(folder / "run")["best"] == summary(folder / "run")["best"]
+    assert newest(folder / "run")["decisions"]["best"] == summary(folder / "run")["best"]
     assert [line["step"] for line in rows(folder / "run", "train")] == [*range(1, 41)]
     assert [line["step"] for line in rows(folder / "run", "eval")] == [*range(STEPS_PER_EPOCH, 40, STEPS_PER_EPOCH), 40]
     assert {line["num_samples"] for line in rows(folder / "run", "eval")} == {360}
