@@ -17,6 +17,7 @@ COMMANDS = {
     "evaluate": "hvd_ddp.commands.evaluate",
     "data": "hvd_ddp.commands.data",
     "bench": "hvd_ddp.commands.bench",
+    "plot": "hvd_ddp.commands.plot",
     "install-horovod": "hvd_ddp.commands.install_horovod",
 }
 SILENCE = 2.0  # seconds that a rank stays which leaves the word to rank 0: mpirun kills all when the first has left

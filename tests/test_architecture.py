@@ -16,7 +16,7 @@ LAYERS = [
     {"errors", "config", "durable", "recipes"},
     {"job", "horovod_build"},
     {"backends"},
-    {"data", "models", "precision", "optim", "ema", "tasks", "log", "seeding", "snapshot", "decisions"},
+    {"data", "models", "precision", "optim", "ema", "tasks", "log", "seeding", "snapshot", "decisions", "history"},
     {"metrics", "checkpoint", "lock", "evaluation", "saving", "banner", "replicas"},
     {"resume"},
     {"run", "assemble"},

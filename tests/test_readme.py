@@ -43,6 +43,19 @@ def test_commands(word: str, tmp_path: Path) -> None:
         assert result.code == 0, line + "\n" + result.text[-3000:]
 
 
+def test_the_commands_of_the_picture(tmp_path: Path) -> None:
+    """With few steps."""
+    *trainings, plot = block("runs/horovod")
+    shell = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment()['PATH']}"}
+    for line in [*(f"{line} --max-steps 20" for line in trainings), plot]:
+        result = run(["bash", "-c", line], cwd=tmp_path, timeout=150, **shell)
+        assert result.code == 0, line + "\n" + result.text[-3000:]
+    (picture,) = re.findall(r"\]\((\.pictures/.*?)\)", TEXT)
+    assert Path(picture).name in plot
+    for path in (tmp_path / "fashion_mnist.svg", ROOT / picture):
+        assert path.read_text().startswith("<?xml") and path.stat().st_size < 80_000
+
+
 @pytest.mark.parametrize("number", range(len(BLOCKS["python"])))
 def test_python(number: int, tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(BLOCKS["python"][number])
