@@ -18,6 +18,7 @@ COMMANDS = {
     "data": "hvd_ddp.commands.data",
     "bench": "hvd_ddp.commands.bench",
     "plot": "hvd_ddp.commands.plot",
+    "doctor": "hvd_ddp.commands.doctor",
     "install-horovod": "hvd_ddp.commands.install_horovod",
 }
 SILENCE = 2.0  # seconds that a rank stays which leaves the word to rank 0: mpirun kills all when the first has left

@@ -20,7 +20,7 @@ LAYERS = [
     {"metrics", "checkpoint", "lock", "evaluation", "saving", "banner", "replicas"},
     {"resume"},
     {"run", "assemble"},
-    {"trainer"},
+    {"trainer", "doctor"},
     {"commands"},
     {"main"},
 ]

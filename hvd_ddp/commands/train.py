@@ -33,7 +33,7 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 DESCRIPTION = """Train a model on one rank or thousands, under DDP or Horovod.
 
-Other commands: evaluate, plot, data, bench, install-horovod (each with --help)."""
+Other commands: doctor, evaluate, plot, data, bench, install-horovod (each with --help)."""
 
 
 @dataclass(frozen=True)

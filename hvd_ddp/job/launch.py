@@ -145,6 +145,12 @@ def is_speaker() -> bool:
     return row is None or not size.isdecimal() or os.environ[row.rank] not in map(str, range(1, int(size)))
 
 
+def variables(*names: str) -> dict[str, str]:
+    """Those of these variables that were set when this process began: for doctor, which shows them."""
+    env = _started()
+    return {name: env[name] for name in names if name in env}
+
+
 _before: dict[str, str | None] = {}  # what stood where `export` has written: our HOROVOD_RANK is no horovodrun's
 
 

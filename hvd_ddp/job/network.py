@@ -5,11 +5,14 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-from torch.distributed import Store, TCPStore
 
 from hvd_ddp.errors import HvdDDPError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 LOOPBACK = "127.0.0.1"
 STORE_TIMEOUT = timedelta(seconds=60)
@@ -22,6 +25,8 @@ def listen(address: str) -> socket.socket:
 
 def serve_store(address: str) -> tuple[Store, int]:
     """A store in this process on a socket of ours, and its port: left alone, TCPStore listens on every interface."""
+    from torch.distributed import TCPStore  # late: doctor asks for addresses where torch is broken
+
     listener = listen(address)
     port = int(listener.getsockname()[1])
     descriptor = listener.detach()  # the store closes it
@@ -30,6 +35,8 @@ def serve_store(address: str) -> tuple[Store, int]:
 
 def store_client(host: str, port: int) -> Store:
     """A connection to the store that `serve_store` made."""
+    from torch.distributed import TCPStore
+
     return TCPStore(host, port, None, False, STORE_TIMEOUT, wait_for_workers=False)
 
 

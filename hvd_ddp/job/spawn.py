@@ -22,8 +22,8 @@ LOCAL = "hvd_ddp-local"
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def spawn(num_ranks: int, arguments: Sequence[str]) -> int:
-    """Run `python -m hvd_ddp <arguments>` as `num_ranks` local ranks; returns the first failing rank's exit code."""
+def spawn(num_ranks: int, arguments: Sequence[str], *, module: str = "hvd_ddp") -> int:
+    """Run `python -m <module> <arguments>` as `num_ranks` local ranks; returns the first failing rank's exit code."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -42,7 +42,7 @@ def spawn(num_ranks: int, arguments: Sequence[str]) -> int:
     for number in PASSED_ON:
         signal.signal(number, _pass_on)
     try:
-        elastic_launch(config, sys.executable)("-m", "hvd_ddp", *arguments)
+        elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else FAILED

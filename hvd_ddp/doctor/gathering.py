@@ -1,0 +1,193 @@
+"""The ranks of the job, as many as come: where training would refuse, the doctor goes on with those that are here.
+
+The rendezvous and the line are training's own (job/), without the store, which needs torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_ddp.errors import FAILED, HvdDDPError
+from hvd_ddp.job.channels import channel_for, read_card, write_card
+from hvd_ddp.job.handshake import Connection, Guests, visit
+from hvd_ddp.job.launch import Launch
+from hvd_ddp.job.line import Line
+from hvd_ddp.job.network import LOOPBACK, addresses, listen
+
+BEAT = 5.0  # seconds
+PARTING = 0.5  # seconds that the others have to hear how it ends
+Answers = dict[str, Callable[[Any], Any]]  # topic -> (what rank 0 says with it) -> answer; what JSON can carry
+
+
+class NobodyError(Exception):
+    """Rank 0 was not found: why, and what to do."""
+
+    def __init__(self, detail: str, remedy: str) -> None:
+        super().__init__(detail)
+        self.detail, self.remedy = detail, remedy
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank that came, and its address on the network that the job uses."""
+
+    rank: int
+    host: str
+    address: str
+
+
+class Gathering:
+    """Rank 0 asks, the others answer. Nothing waits longer than it is told to."""
+
+    def __init__(self, launch: Launch, peers: dict[int, Peer], connections: dict[int, Connection]) -> None:
+        """`peers`: on rank 0 those that came, itself as well; elsewhere empty."""
+        self.launch, self.peers = launch, peers
+        self.strangers: list[dict[str, Any]] = []  # ranks of another world size
+        self.clocks: dict[int, tuple[float, float]] = {}  # rank -> (seconds there and back, how far it is ahead)
+        self._asked: queue.SimpleQueue[tuple[str, Any, list[int]]] = queue.SimpleQueue()
+        self._told: dict[str, dict[int, Any]] = {}
+        self._gone: set[int] = set()
+        self._news = threading.Condition()
+        self._line = Line(launch.rank, connections)
+        self._line.on |= {
+            "ask": lambda _, question: self._asked.put(question),
+            "answer": self._hear,
+            "what time": lambda _, asked: self._line.tell_main("time", [asked, time.time()]),
+            "time": self._hear_time,
+        }
+        self._line.on_lost = self._lose
+        self._line.start(beat=BEAT)
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that never came."""
+        return [rank for rank in range(self.launch.world_size) if rank not in self.peers]
+
+    @property
+    def hosts(self) -> dict[str, list[int]]:
+        """Ranks of each host, in order."""
+        found: dict[str, list[int]] = {}
+        for rank in sorted(self.peers):
+            found.setdefault(self.peers[rank].host, []).append(rank)
+        return found
+
+    def ask(self, topic: str, value: Any, ranks: list[int], answers: Answers, seconds: float) -> dict[int, Any]:
+        """On rank 0: what these ranks answer, as far as it comes in time. Its own answer is made here and now."""
+        self._line.tell_all("ask", [topic, value, ranks])
+        mine = {0: answers[topic](value)} if 0 in ranks else {}
+        with self._news:
+            self._news.wait_for(lambda: set(ranks) <= {*mine, *self._told.get(topic, {}), *self._gone}, seconds)
+            return mine | self._told.pop(topic, {})
+
+    def ask_for_the_time(self, times: int, pause: float) -> None:
+        """Read the clocks of all ranks into `clocks`; the quickest answer counts."""
+        for _ in range(times):
+            self._line.tell_all("what time", time.time())
+            time.sleep(pause)
+
+    def end(self, verdict: int) -> None:
+        """Tell all to leave with this exit code."""
+        self._line.tell_all("ask", ["end", verdict, []])
+        time.sleep(PARTING)
+
+    def serve(self, answers: Answers, seconds: float) -> int:
+        """On all other ranks: answer until rank 0 says the exit code. Raises NobodyError when it is silent so long."""
+        while True:
+            try:
+                topic, value, ranks = self._asked.get(timeout=seconds)
+            except queue.Empty:
+                raise NobodyError("rank 0 does not ask any more", "See its last lines, and its node.") from None
+            if topic == "end":
+                return int(value)
+            if self.launch.rank in ranks:
+                self._line.tell_main("answer", [topic, answers[topic](value)])
+
+    def _hear(self, rank: int, message: Any) -> None:
+        topic, value = message
+        with self._news:
+            self._told.setdefault(topic, {})[rank] = value
+            self._news.notify_all()
+
+    def _hear_time(self, rank: int, answer: list[float]) -> None:
+        now, (asked, theirs) = time.time(), answer
+        self.clocks[rank] = min(self.clocks.get(rank, (1e9, 0.0)), (now - asked, theirs - (asked + now) / 2))
+
+    def _lose(self, rank: int) -> None:
+        with self._news:
+            self._gone.add(rank)
+            self._news.notify_all()
+        if self.launch.rank:
+            self._asked.put(("end", FAILED, []))
+
+
+def gather(launch: Launch, directory: Path, seconds: float) -> Gathering:
+    """Meet those ranks that come within so many seconds. Raises NobodyError on ranks that rank 0 does not answer."""
+    host = socket.gethostname()
+    if launch.world_size == 1:
+        return Gathering(launch, {0: Peer(0, host, LOOPBACK)}, {})
+    try:
+        channel = channel_for(launch, directory)
+        deadline = time.monotonic() + seconds
+        return _host(launch, channel, host, deadline) if launch.rank == 0 else _join(launch, channel, host, deadline)
+    except (HvdDDPError, ImportError) as error:
+        detail, _, remedy = str(error).rpartition(". ")
+        raise NobodyError(detail, remedy) from error
+
+
+def _host(launch: Launch, channel: Any, host: str, deadline: float) -> Gathering:
+    token = secrets.token_bytes(32)
+    guests = Guests(token, launch.world_size)
+    guests.hellos[0] = {"host": host}
+    listeners = [listen(address) for address in _doors(launch)]
+    channel.offer(write_card([listener.getsockname()[:2] for listener in listeners], token))
+    asyncio.run(guests.receive(listeners, deadline))
+    with contextlib.suppress(Exception):  # a launcher's store that has gone
+        channel.withdraw()
+    connections = {rank: peer for rank, peer in guests.connections().items() if rank in guests.hellos}
+    guests.answer({"peers": sorted(guests.hellos)})
+    peers = {0: Peer(0, host, guests.address(host) if connections else LOOPBACK)}
+    for rank, connection in connections.items():
+        peers[rank] = Peer(rank, guests.hellos[rank]["host"], connection.socket.getpeername()[0])
+    gathering = Gathering(launch, peers, connections)
+    gathering.strangers = guests.misfits
+    return gathering
+
+
+def _doors(launch: Launch) -> list[str]:
+    if launch.local_world_size == launch.world_size:
+        return [LOOPBACK]
+    for wish in (launch.interfaces, None):
+        with contextlib.suppress(HvdDDPError):  # the check of the interfaces says it
+            return addresses(wish)
+    return [LOOPBACK]
+
+
+def _join(launch: Launch, channel: Any, host: str, deadline: float) -> Gathering:
+    hello = {"rank": launch.rank, "world_size": launch.world_size, "host": host, "error": None}
+    card = None
+    while time.monotonic() < deadline:
+        card = read_card(channel.card()) or card
+        answer = visit(*card, hello, deadline) if card else None
+        if answer is not None:
+            return Gathering(launch, {}, {0: answer[1]})
+        time.sleep(0.05)
+    if card is None:
+        raise NobodyError(
+            "rank 0 left no word where this rank looks for it",
+            "See whether rank 0 started, and whether both see the same files in the working directory (or --run-dir).",
+        )
+    doors = ", ".join(f"{address}:{port}" for address, port in card[0])
+    raise NobodyError(
+        f"rank 0 listens on {doors}, but none of these answers here",
+        "Open all TCP ports between the nodes, or name the interface that connects them: NCCL_SOCKET_IFNAME.",
+    )
