@@ -23,6 +23,7 @@ from hvd_ddp.doctor.ways import knock, open_door, ways
 from hvd_ddp.errors import FAILED, FINISHED, HvdDDPError
 from hvd_ddp.job.launch import Launch, allocation, detect, is_speaker
 
+NEEDED = ("launcher", "ranks", "torch", "interfaces", "ports", "ways between hosts")  # by every all_reduce
 SILENCE = 2.0  # seconds that a rank stays which leaves the word to rank 0: mpirun kills all when the first has left
 
 
@@ -101,11 +102,11 @@ def _lead(options: Options, patient: Patient, gathering: Gathering, answers: Ans
         checks = [check for check in checks if check in problem or check.name != "launcher"]
     if not options.json:  # what follows may make the launcher end the job
         show(checks, hosts, plain=_plain(patient.launch))
-    if not problem and not gathering.missing and len(reports) == world_size:
-        for more in all_reduce(gathering, patient, answers, reports):
-            checks += more
-            if not options.json:
-                show(more, hosts, plain=_plain(patient.launch))
+    in_the_way = dict.fromkeys(check.name for check in checks if check.status == "failure" and check.name in NEEDED)
+    for check in all_reduce(gathering, patient, answers, reports, in_the_way=list(in_the_way)):
+        checks.append(check)
+        if not options.json:
+            show([check], hosts, plain=_plain(patient.launch))
     print(to_json(checks) if options.json else summary(checks, hosts), flush=True)
     code = FAILED if worst(checks) == "failure" else FINISHED
     gathering.end(code)

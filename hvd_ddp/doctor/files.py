@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from hvd_ddp.doctor.check import Check, Patient, failure, ok, warning
@@ -32,7 +33,8 @@ def run_directory(patient: Patient) -> Iterator[Check]:
         yield failure("run directory", f"{what} can't be written: {error.strerror} ({kind(folder)})", remedy)
         return
     finally:
-        probe.unlink(missing_ok=True)
+        with suppress(OSError):
+            probe.unlink()
     free = shutil.disk_usage(folder).free
     detail = f"{what}: {kind(folder)}, {free / 1e9:,.1f} GB free"
     yield ok("run directory", detail) if free >= LITTLE else warning("run directory", detail, remedy)

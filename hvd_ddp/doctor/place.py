@@ -58,7 +58,8 @@ def srun_types(patient: Patient) -> Iterator[Check]:
         if patient.launch.scheduler == "slurm":  # else it is a package that nobody has set up
             yield warning("srun types", f"`srun --mpi=list` does not answer: {error}", "See `sinfo`: is Slurm up?")
         return
-    types = [word for word in re.split(r"[\s,:]+", text.partition("are")[2]) if re.fullmatch(r"\w+", word)]
+    words = re.findall(r"\w+", text.partition("are...")[2].partition("specific")[0])
+    types = [word for word in dict.fromkeys(words) if word != "srun"]  # which some versions put before each line
     if any(name.startswith("pmix") for name in types):
         yield ok("srun types", ", ".join(types))
     else:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_ddp.backends import BACKENDS
-from hvd_ddp.doctor.check import Check, Patient, failure, ok
+from hvd_ddp.doctor.check import Check, Patient, failure, ok, warning
 from hvd_ddp.doctor.gathering import Answers, Gathering
 from hvd_ddp.doctor.probe import MARK, NoAnswerError, ask_python
 from hvd_ddp.doctor.report import Report, ranks_in_words
@@ -56,14 +56,22 @@ def main(name: Any, folder: str, seconds: str) -> None:
 
 
 def all_reduce(
-    gathering: Gathering, patient: Patient, answers: Answers, reports: dict[int, Report]
-) -> Iterator[list[Check]]:
-    """On rank 0: under each backend that every rank can load."""
+    gathering: Gathering,
+    patient: Patient,
+    answers: Answers,
+    reports: dict[int, Report],
+    *,
+    in_the_way: list[str],
+) -> Iterator[Check]:
+    """On rank 0: under each backend that every rank can load; not where a failure would only make it wait."""
+    if in_the_way:
+        yield warning("all_reduce", f"not tried, because of {', '.join(in_the_way)}", "Mend the failures first.")
+        return
     for name in BACKENDS:
         if name == "local" or not all(name in report.facts.get("backends", []) for report in reports.values()):
             continue
         told = gathering.ask("reduce", name, list(reports), answers, 3 * patient.seconds)
-        yield [_judge(name, {rank: told.get(rank, {"error": "no answer"}) for rank in reports})]
+        yield _judge(name, {rank: told.get(rank, {"error": "no answer"}) for rank in reports})
 
 
 def answer(name: str, patient: Patient) -> dict[str, Any]:

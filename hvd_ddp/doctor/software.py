@@ -37,7 +37,7 @@ import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
 files = [line.split()[-1] for line in open("/proc/self/maps") if "/libmpi" in line]
-library = MPI.Get_library_version().splitlines()[0].split(",")[0].strip("\\0 ")
+library = " ".join(MPI.Get_library_version().strip("\\0").splitlines()[0].split(",")[0].split())
 answer = {"version": mpi4py.__version__, "library": library,
           "file": files[0] if files else "unknown file"}""")
 HOROVOD = code("""
@@ -58,7 +58,6 @@ def python(patient: Patient) -> Iterator[Check]:
 
 def torch_and_horovod(patient: Patient) -> Iterator[Check]:
     """torch, its devices, and the Horovod that is linked against it."""
-    patient.versions["torch"] = _installed("torch")
     patient.facts["backends"] = []
     try:
         torch = ask_python(TORCH, patient.seconds)

@@ -42,12 +42,13 @@ def attendance(gathering: Gathering) -> list[Check]:
 
 
 def versions(reports: dict[int, Report]) -> list[Check]:
-    """What must be the same on all ranks."""
+    """What must be the same on all ranks; where one can't tell, another check says why."""
     checks, names = [], dict.fromkeys(name for report in reports.values() for name in report.versions)
     for name in names:
         ranks: dict[str, list[int]] = {}
         for rank, report in sorted(reports.items()):
-            ranks.setdefault(report.versions.get(name, "unknown"), []).append(rank)
+            if name in report.versions:
+                ranks.setdefault(report.versions[name], []).append(rank)
         if len(ranks) > 1:
             (usual, many), *others = sorted(ranks.items(), key=lambda item: -len(item[1]))
             listed = "; ".join(f"{value} on {ranks_in_words(which)}" for value, which in others[:SHOWN])

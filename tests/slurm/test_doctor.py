@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -137,6 +138,7 @@ def test_no_way_between_two_hosts(three: Cluster, tmp_path: Path) -> None:
     assert "node2 to node3 at 10.77.0.3: " in check["detail"] and "node3 to node2 at 10.77.0.2: " in check["detail"]
     assert "node1" not in check["detail"]
     assert found(checks, "ranks", "ok")
+    assert found(checks, "all_reduce", "warning")[0]["detail"] == "not tried, because of ways between hosts"
 
 
 def test_rank_0_is_behind_a_wall(three: Cluster, tmp_path: Path) -> None:
@@ -147,7 +149,7 @@ def test_rank_0_is_behind_a_wall(three: Cluster, tmp_path: Path) -> None:
     assert check["detail"] == "1 of 3 did not come: rank 1 (on node2)"
     assert "rank 1 on node2: ranks: rank 0 listens on 10.77.0.1:" in result.err
     assert found(checks, "clocks", "ok") and found(checks, "ways between hosts", "ok"), "of those that came"
-    assert not [check for check in checks if check["name"].startswith("all_reduce")]
+    assert found(checks, "all_reduce", "warning")[0]["detail"] == "not tried, because of ranks"
 
 
 def test_no_common_files(three: Cluster, tmp_path: Path) -> None:
@@ -159,6 +161,42 @@ def test_no_common_files(three: Cluster, tmp_path: Path) -> None:
         assert f"rank {rank} on node{rank + 1}: ranks: rank 0 left no word where this rank looks for it" in result.err
 
 
+@pytest.mark.full
+def test_common_files_where_the_launcher_needs_none(three: Cluster, tmp_path: Path) -> None:
+    """torchrun has a store of its own: all ranks come."""
+    torchrun = f"{Path(sys.executable).parent}/torchrun --nnodes 3 --nproc-per-node 1 --rdzv-backend c10d"
+    words = [
+        *torchrun.split(),
+        "--rdzv-endpoint",
+        "node1:29400",
+        *DOCTOR[1:],
+        "--timeout",
+        "30",
+        "--run-dir",
+        "/tmp/runs",
+    ]
+    result = three.run("srun", "-N3", *words, cwd=tmp_path, timeout=150, **ENV)
+    assert result.code != 0
+    (line,) = [line for line in result.out.splitlines() if line.startswith('{"checks"')]
+    checks = json.loads(line)["checks"]
+    (check,) = found(checks, "common files", "failure")
+    assert check["detail"] == "what rank 0 writes into /tmp is not seen on node2, node3"
+    assert found(checks, "ranks", "ok")
+    nothing_left(three)
+
+
+@pytest.mark.full
+def test_rank_0_dies(three: Cluster, tmp_path: Path) -> None:
+    """While all are asked: the others leave."""
+    tasks = '[ $SLURM_PROCID = 0 ] && { "$@" & sleep 4; kill -9 $!; exit 9; }\nexec "$@"'
+    began = time.monotonic()
+    result = three.run("srun", "-N3", "bash", "-c", tasks, "task", *DOCTOR, cwd=tmp_path, timeout=60, **ENV)
+    assert result.code == 9 and result.out == ""
+    assert time.monotonic() - began < 30
+    nothing_left(three)
+
+
+@pytest.mark.full
 def test_a_rank_that_never_starts(three: Cluster, tmp_path: Path) -> None:
     before = "[ $SLURM_PROCID = 2 ] && exec sleep 25"
     result, checks = doctor(three, tmp_path, "--timeout", "8", before=before)
@@ -166,6 +204,7 @@ def test_a_rank_that_never_starts(three: Cluster, tmp_path: Path) -> None:
     assert found(checks, "ranks", "failure")[0]["detail"] == "1 of 3 did not come: rank 2 (on node3)"
 
 
+@pytest.mark.full
 def test_an_interface_that_is_not_there(three: Cluster, tmp_path: Path) -> None:
     three.node("node3").rename_interface("ib7")
     try:
