@@ -43,6 +43,15 @@ def test_commands(word: str, tmp_path: Path) -> None:
         assert result.code == 0, line + "\n" + result.text[-3000:]
 
 
+def test_the_doctor(tmp_path: Path) -> None:
+    """On this machine; tests/slurm has the one across hosts."""
+    for line in block("doctor"):
+        if not line.startswith("srun"):
+            result = run(["bash", "-c", line], cwd=tmp_path, timeout=150)
+            assert result.code == 0, line + "\n" + result.text[-3000:]
+            assert re.search(r"^\d+ ok(, \d+ warnings)?$", result.out, re.MULTILINE), result.out
+
+
 def test_the_commands_of_the_picture(tmp_path: Path) -> None:
     """With few steps."""
     *trainings, plot = block("runs/horovod")

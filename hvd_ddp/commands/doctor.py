@@ -13,7 +13,7 @@ from pathlib import Path
 import tyro
 
 from hvd_ddp.doctor import files, machine, place, software
-from hvd_ddp.doctor.check import Check, Examination, Patient, examine, failure, refused
+from hvd_ddp.doctor.check import Check, Examination, Patient, bounded, examine, failure, refused
 from hvd_ddp.doctor.gathering import Answers, Gathering, NobodyError, gather
 from hvd_ddp.doctor.nodes import nodes
 from hvd_ddp.doctor.reduce import all_reduce, answer
@@ -24,6 +24,7 @@ from hvd_ddp.errors import FAILED, FINISHED, HvdDDPError
 from hvd_ddp.job.launch import Launch, allocation, detect, is_speaker
 
 NEEDED = ("launcher", "ranks", "torch", "interfaces", "ports", "ways between hosts")  # by every all_reduce
+DAY = 86400.0  # seconds
 SILENCE = 2.0  # seconds that a rank stays which leaves the word to rank 0: mpirun kills all when the first has left
 
 
@@ -39,15 +40,19 @@ class Options:
     """Where runs are to be written."""
     data_dir: Path | None = None
     """Folder of a data set's files; None: no data is looked at."""
+    start_timeout: float = 60.0
+    """Seconds to wait for all ranks; then those that came go on."""
     timeout: float = 60.0
-    """Seconds to wait for a rank to come, and for anything asked of another program."""
+    """Seconds that anything asked of another program may take, such as importing torch."""
     json: bool = False
     """Print one JSON object and nothing else, a check of each rank by itself."""
 
     def __post_init__(self) -> None:
         """Raise ValueError where nothing would be awaited."""
-        if not 0 < self.timeout < 86400:
-            raise ValueError(f"--timeout is `{self.timeout}`. Give seconds, above 0 and below a day.")
+        for name in ("timeout", "start_timeout"):
+            if not 0 < getattr(self, name) < DAY:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} is `{getattr(self, name)}`. Give seconds, above 0 and below a day.")
 
 
 def run(arguments: list[str]) -> int:
@@ -64,7 +69,7 @@ def run(arguments: list[str]) -> int:
         launch, problem = allocation(), [refused("launcher", error)]
     patient = Patient(launch, options.run_dir, options.data_dir, options.timeout)
     try:
-        gathering = gather(launch, options.run_dir, options.timeout)
+        gathering = gather(launch, options.run_dir, options.start_timeout)
     except NobodyError as error:
         return _alone(options, patient, [*problem, failure("ranks", error.detail, error.remedy)])
     answers: Answers = {
@@ -77,7 +82,7 @@ def run(arguments: list[str]) -> int:
     if launch.rank == 0:
         return _lead(options, patient, gathering, answers, problem)
     try:
-        return gathering.serve(answers, 10 * options.timeout)
+        return gathering.serve(answers, options.start_timeout + 10 * options.timeout)
     except NobodyError as error:
         return _alone(options, patient, [failure("ranks", error.detail, error.remedy)])
 
@@ -97,7 +102,8 @@ def _lead(options: Options, patient: Patient, gathering: Gathering, answers: Ans
         checks += versions(reports)
     if len(gathering.hosts) > 1:
         checks += [*clocks(gathering), *ways(gathering, answers, seconds)]
-        checks += [*common_files(gathering, patient, answers), *same_data(gathering, patient, reports)]
+        checks += same_data(gathering, patient, reports)
+        checks += bounded("common files", 4 * seconds, lambda: common_files(gathering, patient, answers))
     if problem:
         checks = [check for check in checks if check in problem or check.name != "launcher"]
     if not options.json:  # what follows may make the launcher end the job

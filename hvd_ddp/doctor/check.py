@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch
 
+T = TypeVar("T")
 Status = Literal["ok", "warning", "failure"]
 WORST: tuple[Status, ...] = ("ok", "warning", "failure")
 
@@ -60,25 +61,48 @@ class Patient:
 Examination = Callable[[Patient], Iterable[Check]]
 
 
-def examine(patient: Patient, examinations: dict[str, Examination]) -> list[Check]:
-    """Run all at once, each in a thread that is left behind when it takes too long: file systems and resolvers hang."""
-    found: dict[str, list[Check]] = {}
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """What `work` returns, done in a thread that is left behind when it takes longer: TimeoutError then.
 
-    def one(name: str, work: Examination) -> None:
+    File systems and resolvers hang in the kernel, where no signal ends them.
+    """
+    done: list[tuple[T | None, BaseException | None]] = []
+
+    def attempt() -> None:
         try:
-            found[name] = list(work(patient))
-        except Exception as error:  # of a broken machine anything may come; the other checks go on
-            found[name] = [failure(name, f"the check itself ended with {type(error).__name__}: {error}", "Tell us.")]
+            done.append((work(), None))
+        except BaseException as error:
+            done.append((None, error))
 
-    threads = {
-        name: threading.Thread(target=one, args=(name, work), daemon=True) for name, work in examinations.items()
-    }
-    for thread in threads.values():
-        thread.start()
-    deadline = time.monotonic() + 1.5 * patient.seconds
-    for name, thread in threads.items():
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if name not in found:
-            what = "See what it waits for: a file system, a name server or a program that does not answer."
-            found[name] = [failure(name, f"no answer in {1.5 * patient.seconds:g} s", what)]
-    return [replace(check, rank=patient.launch.rank) for name in threads for check in found[name]]
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not done:
+        raise TimeoutError(f"no answer in {seconds:g} s")
+    result, error = done[0]
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
+
+
+def bounded(name: str, seconds: float, work: Callable[[], Iterable[Check]]) -> list[Check]:
+    """The checks, or a failure of this name that says why there are none: the others go on."""
+    try:
+        return within(seconds, lambda: list(work()))
+    except TimeoutError as error:
+        remedy = "See what it waits for: a file system, a name server or a program that does not answer."
+        return [failure(name, str(error), remedy)]
+    except Exception as error:  # of a broken machine anything may come
+        return [failure(name, f"the check itself ended with {type(error).__name__}: {error}", "Report it, please.")]
+
+
+def examine(patient: Patient, examinations: dict[str, Examination]) -> list[Check]:
+    """Run all at once."""
+    limit = 1.5 * patient.seconds
+
+    def one(name: str) -> list[Check]:
+        return bounded(name, limit, lambda: examinations[name](patient))
+
+    with ThreadPoolExecutor(len(examinations)) as pool:  # whose threads end in time: they only wait
+        found = list(pool.map(one, examinations))
+    return [replace(check, rank=patient.launch.rank) for checks in found for check in checks]

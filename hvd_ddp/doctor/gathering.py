@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hvd_ddp.doctor.check import within
 from hvd_ddp.errors import FAILED, HvdDDPError
 from hvd_ddp.job.channels import channel_for, read_card, write_card
 from hvd_ddp.job.handshake import Connection, Guests, visit
@@ -24,6 +26,7 @@ from hvd_ddp.job.launch import Launch
 from hvd_ddp.job.line import Line
 from hvd_ddp.job.network import LOOPBACK, addresses, listen
 
+LATE = 20.0  # seconds beyond any deadline, after which it is the file system that hangs
 BEAT = 5.0  # seconds
 PARTING = 0.5  # seconds that the others have to hear how it ends
 Answers = dict[str, Callable[[Any], Any]]  # topic -> (what rank 0 says with it) -> answer; what JSON can carry
@@ -96,9 +99,10 @@ class Gathering:
             time.sleep(pause)
 
     def end(self, verdict: int) -> None:
-        """Tell all to leave with this exit code."""
+        """On rank 0: tell all to leave with this exit code, and hang up."""
         self._line.tell_all("ask", ["end", verdict, []])
         time.sleep(PARTING)
+        self.close()
 
     def serve(self, answers: Answers, seconds: float) -> int:
         """On all other ranks: answer until rank 0 says the exit code. Raises NobodyError when it is silent so long."""
@@ -110,7 +114,13 @@ class Gathering:
             if topic == "end":
                 return int(value)
             if self.launch.rank in ranks:
-                self._line.tell_main("answer", [topic, answers[topic](value)])
+                mine = partial(answers[topic], value)
+                with contextlib.suppress(TimeoutError):
+                    self._line.tell_main("answer", [topic, within(seconds, mine)])
+
+    def close(self) -> None:
+        """Hang up: the others take this process for ended."""
+        self._line.close()
 
     def _hear(self, rank: int, message: Any) -> None:
         topic, value = message
@@ -135,10 +145,12 @@ def gather(launch: Launch, directory: Path, seconds: float) -> Gathering:
     host = socket.gethostname()
     if launch.world_size == 1:
         return Gathering(launch, {0: Peer(0, host, LOOPBACK)}, {})
+    meet = _host if launch.rank == 0 else _join
+    deadline = time.monotonic() + seconds
     try:
-        channel = channel_for(launch, directory)
-        deadline = time.monotonic() + seconds
-        return _host(launch, channel, host, deadline) if launch.rank == 0 else _join(launch, channel, host, deadline)
+        return within(2 * seconds + LATE, lambda: meet(launch, channel_for(launch, directory), host, deadline))
+    except TimeoutError as error:
+        raise NobodyError(f"{directory.absolute()}: {error}", "See whether its file system answers.") from error
     except (HvdDDPError, ImportError) as error:
         detail, _, remedy = str(error).rpartition(". ")
         raise NobodyError(detail, remedy) from error

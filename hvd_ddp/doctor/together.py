@@ -74,7 +74,7 @@ def clocks(gathering: Gathering) -> list[Check]:
             "and logs of several hosts can't be put in order."
         )
         checks.append(replace(say("clocks", detail, remedy), rank=ranks[0]))
-    return checks or [ok("clocks", f"{len(gathering.hosts)} hosts agree to {most * 1000:.0f} ms")]
+    return checks or [ok("clocks", f"{len(gathering.hosts)} hosts agree to {most * 1000:.1f} ms")]
 
 
 def common_files(gathering: Gathering, patient: Patient, answers: Answers) -> list[Check]:

@@ -132,7 +132,7 @@ def test_faults_of_single_hosts_and_ranks(three: Cluster, tmp_path: Path) -> Non
 
 def test_no_way_between_two_hosts(three: Cluster, tmp_path: Path) -> None:
     with changed(three, "node2", "ip route add blackhole 10.77.0.3", "ip route del blackhole 10.77.0.3"):
-        result, checks = doctor(three, tmp_path, "--timeout", "10")
+        result, checks = doctor(three, tmp_path, "--start-timeout", "30")
     assert result.code == 1
     (check,) = found(checks, "ways between hosts", "failure")
     assert "node2 to node3 at 10.77.0.3: " in check["detail"] and "node3 to node2 at 10.77.0.2: " in check["detail"]
@@ -143,7 +143,7 @@ def test_no_way_between_two_hosts(three: Cluster, tmp_path: Path) -> None:
 
 def test_rank_0_is_behind_a_wall(three: Cluster, tmp_path: Path) -> None:
     with changed(three, "node2", "ip route add blackhole 10.77.0.1", "ip route del blackhole 10.77.0.1"):
-        result, checks = doctor(three, tmp_path, "--timeout", "8")
+        result, checks = doctor(three, tmp_path, "--start-timeout", "15")
     assert result.code == 1
     (check,) = found(checks, "ranks", "failure")
     assert check["detail"] == "1 of 3 did not come: rank 1 (on node2)"
@@ -154,7 +154,7 @@ def test_rank_0_is_behind_a_wall(three: Cluster, tmp_path: Path) -> None:
 
 def test_no_common_files(three: Cluster, tmp_path: Path) -> None:
     """Each host has a /tmp of its own."""
-    result, checks = doctor(three, tmp_path, "--timeout", "8", "--run-dir", "/tmp/runs")
+    result, checks = doctor(three, tmp_path, "--start-timeout", "15", "--run-dir", "/tmp/runs")
     assert result.code == 1
     assert found(checks, "ranks", "failure")[0]["detail"] == "2 of 3 did not come: ranks 1-2 (on node2, node3)"
     for rank in (1, 2):
@@ -198,8 +198,8 @@ def test_rank_0_dies(three: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_rank_that_never_starts(three: Cluster, tmp_path: Path) -> None:
-    before = "[ $SLURM_PROCID = 2 ] && exec sleep 25"
-    result, checks = doctor(three, tmp_path, "--timeout", "8", before=before)
+    before = "[ $SLURM_PROCID = 2 ] && exec sleep 40"
+    result, checks = doctor(three, tmp_path, "--start-timeout", "15", before=before)
     assert result.code == 1
     assert found(checks, "ranks", "failure")[0]["detail"] == "1 of 3 did not come: rank 2 (on node3)"
 
@@ -208,7 +208,7 @@ def test_a_rank_that_never_starts(three: Cluster, tmp_path: Path) -> None:
 def test_an_interface_that_is_not_there(three: Cluster, tmp_path: Path) -> None:
     three.node("node3").rename_interface("ib7")
     try:
-        result, checks = doctor(three, tmp_path, "--timeout", "20", GLOO_SOCKET_IFNAME="eth0")
+        result, checks = doctor(three, tmp_path, "--start-timeout", "30", GLOO_SOCKET_IFNAME="eth0")
     finally:
         three.node("node3").rename_interface("eth0")
     assert result.code == 1
