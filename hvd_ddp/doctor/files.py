@@ -62,7 +62,7 @@ def data_directory(patient: Patient) -> Iterator[Check]:
         yield warning(
             "data directory",
             f"{detail}; it may not be written, and {also}",
-            "Pack it elsewhere (data prepare NAME --data-dir of your own), or leave it as it is for Fashion-MNIST.",
+            "Pack it into a folder of your own (data prepare); sets that need no packing are read as they are.",
         )
 
 

@@ -126,9 +126,18 @@ def _horovod(patient: Patient, torch_version: str | None) -> Iterator[Check]:
         yield failure("horovod", f"{installed} is installed, but `import horovod.torch` fails: {error}", f"{INSTALL}.")
         return
     patient.facts["backends"].append("horovod")
-    made = f" for torch {record['torch']}, MPI {record['mpi']}, GPU {record['gpu']}" if record else ""
-    detail = f"{answer['version']} with {', '.join(answer['built'])}; built{made or ' elsewhere'}"
-    if patient.launch.mpi and "mpi" not in answer["built"]:
+    known = [
+        f"{name} {record.get(key)}" for name, key in (("torch", "torch"), ("MPI", "mpi"), ("GPU", "gpu")) if record
+    ]
+    made = f"built for {', '.join(known)}" if known else "not built by install-horovod"
+    detail = f"{answer['version']} with {', '.join(answer['built'])}; {made}"
+    if patient.facts["gpus"] and "nccl" not in answer["built"]:
+        yield warning(
+            "horovod",
+            f"{detail}; here are GPUs, but it is without NCCL: their gradients go through the CPU",
+            f"{INSTALL} --rebuild where nvcc is on PATH.",
+        )
+    elif patient.launch.mpi and "mpi" not in answer["built"]:
         yield warning(
             "horovod",
             f"{detail}; started by {patient.launch.launcher}, but without MPI: it goes over Gloo, which is slower",

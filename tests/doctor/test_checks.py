@@ -104,6 +104,20 @@ def test_horovod_with_gloo_alone(launch: Launch, status: str, stand_in: Any) -> 
         assert "--rebuild where mpicxx of Open MPI is on PATH" in check.remedy
 
 
+def test_horovod_without_nccl_beside_gpus(stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = "def mpi_built(): return True\ndef gloo_built(): return True\ndef nccl_built(): return 0\n"
+    stand_in("horovod", "__version__ = '0.28.1'", **{"torch.py": torch})
+    seen = patient()
+
+    def devices(patient: Patient, torch: dict[str, Any]) -> Check:
+        patient.facts["gpus"] = 4
+        return Check("cuda", "ok", "4 GPUs")
+
+    monkeypatch.setattr(software, "_devices", devices)
+    check = named(list(software.torch_and_horovod(seen)), "horovod")
+    assert check.status == "warning" and "without NCCL" in check.detail and "nvcc" in check.remedy
+
+
 @pytest.mark.parametrize(("by_horovodrun", "status"), [(False, "warning"), (True, "failure")])
 def test_no_horovod(by_horovodrun: bool, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:

@@ -130,12 +130,16 @@ def test_faults_of_single_hosts_and_ranks(three: Cluster, tmp_path: Path) -> Non
     assert found(checks, "all_reduce ddp", "ok"), "which works all the same"
 
 
-def test_no_way_between_two_hosts(three: Cluster, tmp_path: Path) -> None:
-    with changed(three, "node2", "ip route add blackhole 10.77.0.3", "ip route del blackhole 10.77.0.3"):
+def test_ports_are_closed_between_two_hosts(three: Cluster, tmp_path: Path) -> None:
+    """As by a firewall that drops without a word what comes from node3, but for the ports of services."""
+    close = "ip rule add pref 100 lookup local; ip rule del pref 0"  # rules before it count for what comes in
+    close += "; ip rule add pref 10 from 10.77.0.3 ipproto tcp dport 30000-60999 blackhole"
+    with changed(three, "node2", close, "ip rule del pref 10; ip rule add pref 0 lookup local; ip rule del pref 100"):
         result, checks = doctor(three, tmp_path, "--start-timeout", "30")
     assert result.code == 1
     (check,) = found(checks, "ways between hosts", "failure")
-    assert "node2 to node3 at 10.77.0.3: " in check["detail"] and "node3 to node2 at 10.77.0.2: " in check["detail"]
+    assert "node3 to node2 at 10.77.0.2: no answer: packets are dropped" in check["detail"]
+    assert "Open all TCP ports between the nodes" in check["remedy"]
     assert "node1" not in check["detail"]
     assert found(checks, "ranks", "ok")
     assert found(checks, "all_reduce", "warning")[0]["detail"] == "not tried, because of ways between hosts"
