@@ -43,7 +43,7 @@ def failure(name: str, detail: str, remedy: str) -> Check:
 def refused(name: str, error: HvdDDPError) -> Check:
     """What another part of the package refuses; the last sentence of its errors says how to mend it."""
     detail, _, remedy = str(error).rstrip().rpartition(". ")
-    return failure(name, f"{detail}." if detail else remedy, remedy if detail else "")
+    return failure(name, detail or remedy, remedy if detail else "")
 
 
 @dataclass

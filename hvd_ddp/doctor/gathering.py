@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvd_ddp.doctor.check import within
+from hvd_ddp.doctor.check import refused, within
 from hvd_ddp.errors import FAILED, HvdDDPError
 from hvd_ddp.job.channels import channel_for, read_card, write_card
 from hvd_ddp.job.handshake import Connection, Guests, visit
@@ -57,8 +57,9 @@ class Gathering:
         self.launch, self.peers = launch, peers
         self.strangers: list[dict[str, Any]] = []  # ranks of another world size
         self.clocks: dict[int, tuple[float, float]] = {}  # rank -> (seconds there and back, how far it is ahead)
-        self._asked: queue.SimpleQueue[tuple[str, Any, list[int]]] = queue.SimpleQueue()
-        self._told: dict[str, dict[int, Any]] = {}
+        self._asked: queue.SimpleQueue[tuple[int, str, Any, list[int]]] = queue.SimpleQueue()
+        self._number = 0  # of questions: an answer that comes too late is to none of the next
+        self._told: dict[int, dict[int, Any]] = {}
         self._gone: set[int] = set()
         self._news = threading.Condition()
         self._line = Line(launch.rank, connections)
@@ -86,11 +87,13 @@ class Gathering:
 
     def ask(self, topic: str, value: Any, ranks: list[int], answers: Answers, seconds: float) -> dict[int, Any]:
         """On rank 0: what these ranks answer, as far as it comes in time. Its own answer is made here and now."""
-        self._line.tell_all("ask", [topic, value, ranks])
+        self._number += 1
+        told = self._told[self._number] = {}
+        self._line.tell_all("ask", [self._number, topic, value, ranks])
         mine = {0: answers[topic](value)} if 0 in ranks else {}
         with self._news:
-            self._news.wait_for(lambda: set(ranks) <= {*mine, *self._told.get(topic, {}), *self._gone}, seconds)
-            return mine | self._told.pop(topic, {})
+            self._news.wait_for(lambda: set(ranks) <= {*mine, *told, *self._gone}, seconds)
+            return mine | told
 
     def ask_for_the_time(self, times: int, pause: float) -> None:
         """Read the clocks of all ranks into `clocks`; the quickest answer counts."""
@@ -100,7 +103,7 @@ class Gathering:
 
     def end(self, verdict: int) -> None:
         """On rank 0: tell all to leave with this exit code, and hang up."""
-        self._line.tell_all("ask", ["end", verdict, []])
+        self._line.tell_all("ask", [0, "end", verdict, []])
         time.sleep(PARTING)
         self.close()
 
@@ -108,7 +111,7 @@ class Gathering:
         """On all other ranks: answer until rank 0 says the exit code. Raises NobodyError when it is silent so long."""
         while True:
             try:
-                topic, value, ranks = self._asked.get(timeout=seconds)
+                number, topic, value, ranks = self._asked.get(timeout=seconds)
             except queue.Empty:
                 raise NobodyError("rank 0 does not ask any more", "See its last lines, and its node.") from None
             if topic == "end":
@@ -116,16 +119,16 @@ class Gathering:
             if self.launch.rank in ranks:
                 mine = partial(answers[topic], value)
                 with contextlib.suppress(TimeoutError):
-                    self._line.tell_main("answer", [topic, within(seconds, mine)])
+                    self._line.tell_main("answer", [number, within(seconds, mine)])
 
     def close(self) -> None:
         """Hang up: the others take this process for ended."""
         self._line.close()
 
     def _hear(self, rank: int, message: Any) -> None:
-        topic, value = message
+        number, value = message
         with self._news:
-            self._told.setdefault(topic, {})[rank] = value
+            self._told[number][rank] = value
             self._news.notify_all()
 
     def _hear_time(self, rank: int, answer: list[float]) -> None:
@@ -137,7 +140,7 @@ class Gathering:
             self._gone.add(rank)
             self._news.notify_all()
         if self.launch.rank:
-            self._asked.put(("end", FAILED, []))
+            self._asked.put((0, "end", FAILED, []))
 
 
 def gather(launch: Launch, directory: Path, seconds: float) -> Gathering:
@@ -151,9 +154,11 @@ def gather(launch: Launch, directory: Path, seconds: float) -> Gathering:
         return within(2 * seconds + LATE, lambda: meet(launch, channel_for(launch, directory), host, deadline))
     except TimeoutError as error:
         raise NobodyError(f"{directory.absolute()}: {error}", "See whether its file system answers.") from error
-    except (HvdDDPError, ImportError) as error:
-        detail, _, remedy = str(error).rpartition(". ")
-        raise NobodyError(detail, remedy) from error
+    except HvdDDPError as error:
+        known = refused("ranks", error)
+        raise NobodyError(known.detail, known.remedy) from error
+    except (ImportError, OSError) as error:  # torchrun's store without torch; no port is free
+        raise NobodyError(f"the ranks can't meet: {error}", "Mend what else is said here.") from error
 
 
 def _host(launch: Launch, channel: Any, host: str, deadline: float) -> Gathering:
@@ -165,13 +170,20 @@ def _host(launch: Launch, channel: Any, host: str, deadline: float) -> Gathering
     asyncio.run(guests.receive(listeners, deadline))
     with contextlib.suppress(Exception):  # a launcher's store that has gone
         channel.withdraw()
-    connections = {rank: peer for rank, peer in guests.connections().items() if rank in guests.hellos}
     guests.answer({"peers": sorted(guests.hellos)})
-    peers = {0: Peer(0, host, guests.address(host) if connections else LOOPBACK)}
-    for rank, connection in connections.items():
-        peers[rank] = Peer(rank, guests.hellos[rank]["host"], connection.socket.getpeername()[0])
-    gathering = Gathering(launch, peers, connections)
-    gathering.strangers = guests.misfits
+    came = guests.connections()
+    peers = {0: Peer(0, host, guests.address(host) if came else LOOPBACK)}
+    for rank, connection in came.items():
+        with contextlib.suppress(OSError):  # it has gone again
+            address = connection.socket.getpeername()[0]
+            if rank in guests.hellos:
+                peers[rank] = Peer(rank, guests.hellos[rank]["host"], address)
+            else:
+                connection.socket.close()
+    gathering = Gathering(launch, peers, {rank: came[rank] for rank in peers if rank})
+    size = launch.world_size
+    others = [hello for hello in guests.hellos.values() if hello.get("world_size", size) != size]
+    gathering.strangers = guests.misfits + others
     return gathering
 
 

@@ -11,6 +11,7 @@ import pytest
 from launchers import ROOT
 
 from hvd_ddp.doctor.gathering import NobodyError, gather
+from hvd_ddp.doctor.together import attendance
 from hvd_ddp.errors import FAILED
 from hvd_ddp.job.launch import Launch
 
@@ -57,6 +58,52 @@ def test_two_hundred_ranks_of_which_one_is_missing_and_one_hangs(tmp_path: Path)
             thread.join(10)
     assert {number: results[number] for number in present if number != 5} == dict.fromkeys(set(present) - {5}, FAILED)
     gathering.close()
+
+
+def test_ranks_that_were_told_another_size(tmp_path: Path) -> None:
+    """One that would fit into the job all the same, and one that would not."""
+    three = replace(JOB, world_size=3, local_world_size=3)
+    left: dict[int, int] = {}
+
+    def other(number: int, size: int) -> None:
+        gathering = gather(replace(three, rank=number, world_size=size), tmp_path, 10)
+        left[number] = gathering.serve({"number": lambda _: number}, 20)
+        gathering.close()
+
+    threads = [threading.Thread(target=other, args=pair, daemon=True) for pair in ((1, 3), (2, 4), (7, 8))]
+    for thread in threads:
+        thread.start()
+    gathering = gather(three, tmp_path, 10)
+    assert sorted((stranger["rank"], stranger["world_size"]) for stranger in gathering.strangers) == [(2, 4), (7, 8)]
+    checks = attendance(gathering)
+    assert [check.status for check in checks] == ["failure", "failure", "ok"]
+    assert "was told a world size of 8, rank 0 of 3: they are not of one job" in checks[0].detail
+    gathering.end(FAILED)
+    for thread in threads:
+        thread.join(5)
+    assert left == {1: FAILED, 2: FAILED, 7: FAILED}
+
+
+def test_a_late_answer_is_to_no_other_question(tmp_path: Path) -> None:
+    two = replace(JOB, world_size=2, local_world_size=2)
+
+    def slowly(value: float) -> float:
+        time.sleep(value)
+        return value
+
+    def other() -> None:
+        gathering = gather(replace(two, rank=1), tmp_path, 10)
+        gathering.serve({"wait": slowly}, 20)
+        gathering.close()
+
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    gathering = gather(two, tmp_path, 10)
+    assert gathering.ask("wait", 1.5, [1], {}, 0.5) == {}
+    assert gathering.ask("wait", 0.1, [1], {}, 10) == {1: 0.1}
+    gathering.end(FAILED)
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 def test_nobody_is_rank_0(tmp_path: Path) -> None:
