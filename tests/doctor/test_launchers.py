@@ -47,7 +47,7 @@ def test_ranks_in_each_others_way(tmp_path: Path) -> None:
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
     script = '[ "$OMPI_COMM_WORLD_RANK" = 1 ] && export PYTHONPATH=broken:$PYTHONPATH\nunset OMP_NUM_THREADS\nexec "$@"'
-    program = ["bash", "-c", script, "task", sys.executable, "-m", "hvd_ddp", "doctor", "--timeout", "30"]
+    program = ["bash", "-c", script, "task", sys.executable, "-m", "hvd_ddp", "doctor", "--timeout", "90"]
     mpirun = ["taskset", "--cpu-list", "0", "mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", *program]
     result = run(mpirun, cwd=tmp_path, timeout=150, **QUIET)
     assert result.code == 1, result.text
