@@ -16,12 +16,12 @@ from torch import nn
 from hvd_ddp.models import build
 from hvd_ddp.saving import Saver
 
-STEPS, EVERY, ROUNDS = 40, 10, 5
+STEPS, EVERY, ROUNDS = 20, 10, 5
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, saver: Saver | None, *, wait: bool) -> list[float]:
     """Train; seconds in all, and seconds for each save."""
-    inputs, targets = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+    inputs, targets = torch.randn(4, 3, 16, 16), torch.randint(10, (4,))
     began, stood = time.perf_counter(), []
     for step in range(1, STEPS + 1):
         nn.functional.cross_entropy(model(inputs), targets).backward()
