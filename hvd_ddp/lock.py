@@ -47,16 +47,19 @@ class Lock:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
 
-    def refuse_if_held(self) -> None:
-        """Raise HvdDDPError that names the holder, if another job is alive in the directory."""
+    def refuse_if_held(self, now: float | None = None) -> None:
+        """Raise HvdDDPError that names the holder, if another job is alive in the directory.
+
+        `now`: by the clock of the file system, which may not be this host's.
+        """
         holder = read_json(self._path)
-        if holder and holder != self.holder and self._alive(holder):
+        if holder and holder != self.holder and self._alive(holder, time.time() if now is None else now):
             folder = self._path.parent
             raise HvdDDPError(
                 f"`{folder}` is in use by {_name(holder)}. Wait for it or stop it, or choose another --run-dir."
             )
 
-    def _alive(self, holder: dict[str, Any]) -> bool:
+    def _alive(self, holder: dict[str, Any], now: float) -> bool:
         if all(holder.get(name) == self.holder[name] for name in ("host", "processes")):
             try:
                 # The kernel counts from boot, and the time of boot moves when the clock is set.
@@ -68,21 +71,21 @@ class Lock:
         if same_job and int(holder.get("restart", 0)) < self._launch.scheduler_restart:
             return False
         try:
-            return time.time() - self._path.stat().st_mtime < max(self._timeout, 3 * BEAT)
+            return now - self._path.stat().st_mtime < max(self._timeout, 3 * BEAT)
         except OSError:
             return False
 
     def acquire(self) -> dict[str, Any]:
         """Take the directory; what `holder` is from now on. Raises HvdDDPError if another job is alive in it."""
         with _one_at_a_time(self._path.parent):
-            self.refuse_if_held()
             self._clean()
             mine = self._path.with_name(f"lock.{secrets.token_hex(8)}.tmp")
             try:
                 mine.write_text(json.dumps(self.holder))
-                self._file = os.open(mine, os.O_RDONLY)
+                self.refuse_if_held(mine.stat().st_mtime)
                 self._path.unlink(missing_ok=True)  # of a dead one
                 os.link(mine, self._path)  # there with its content, or not at all; also on NFS
+                self._file = os.open(mine, os.O_RDONLY)
             except FileExistsError:
                 self.refuse_if_held()
                 raise HvdDDPError(f"`{self._path.parent}` was taken by another job just now. Start again.") from None

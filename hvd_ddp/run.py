@@ -141,7 +141,8 @@ class Run:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "checkpoints").mkdir(exist_ok=True)
             holder = self._lock.acquire()
-            remove_temporaries(self.directory)
+            for folder in (self.directory, self.directory / "checkpoints"):
+                remove_temporaries(folder)
             text = yaml.safe_dump(self.config.to_dict(), sort_keys=False)
             replace_file(self.directory / "config.yaml", text.encode())
             replace_file(self.directory / "summary.json", self._summary("running", {}))

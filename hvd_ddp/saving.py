@@ -104,6 +104,7 @@ class Saver:
             self._guard()
             if self._good is not None:  # a start with a smaller --keep, perhaps for a full disk
                 checkpoint.prune(self._good, keep=self._keep, best=wanted)
+            wanted = [step] if step == best else wanted  # once it is there
             path = checkpoint.save(self._folder, step, state, keep=self._keep, best=wanted, guard=self._guard)
         except OSError as error:
             return error

@@ -9,16 +9,21 @@ import numpy as np
 import torch
 
 
-def seed_all(number: int, device: torch.device) -> None:
-    """Seed torch, numpy's global generator and Python's `random`: whatever a model draws from. `number`: 64 bits.
+def seed_generators(number: int) -> None:
+    """Let all that may be drawn from Python's, numpy's and torch's (CPU) generators follow from `number`.
 
     torch.manual_seed would format a stack for each kind of device that is not there: 70 us, where all this takes 8.
     """
-    torch.default_generator.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.default_generator.manual_seed(number % 2**64)
+
+
+def seed_all(number: int, device: torch.device) -> None:
+    """And from the generators of GPUs."""
+    seed_generators(number)
     if device.type == "cuda":
         torch.cuda.manual_seed_all(number)
-    np.random.seed(number & 0xFFFFFFFF)
-    random.seed(number)
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:

@@ -117,21 +117,22 @@ class Kill:
     left: str  # what it left of a save
 
 
-def temporaries(folder: Path) -> list[str]:
+def temporaries(folder: Path) -> set[str]:
+    """Files that are being written, or were when their writer was killed."""
     try:
-        return [name for name in os.listdir(folder / "checkpoints") if name.endswith(".tmp")]
+        return {name for name in os.listdir(folder / "checkpoints") if name.endswith(".tmp")}
     except OSError:
-        return []
+        return set()
 
 
-def left_of_a_save(folder: Path) -> str:
-    names = temporaries(folder)
+def left_of_a_save(folder: Path, names: set[str]) -> str:
+    """What these temporaries tell."""
     if any(".sha256." in name for name in names):
         return "half a hash"
-    if names:
-        hashes = {path.name for path in (folder / "checkpoints").glob("*.sha256")}
-        return "a hash and half a file" if names[0].split(".pt")[0] + ".pt.sha256" in hashes else "half a file"
-    return "nothing"
+    hashes = {path.name for path in (folder / "checkpoints").glob("*.sha256")}
+    halves = ["a hash and half a file" if name.split(".pt")[0] + ".pt.sha256" in hashes else "half a file"
+              for name in names]  # fmt: skip
+    return halves[0] if halves else "nothing"
 
 
 def wait_for_moment(job: Start, moment: str, chance: random.Random) -> None:
@@ -164,7 +165,7 @@ def life(folder: Path, num_kills: int, chance: random.Random) -> list[Kill]:
     kills: list[Kill] = []
     while True:
         kept, resumed, trained = whole(folder), len(rows(folder, "resume")), len(rows(folder, "train"))
-        backend = chance.choice(BACKENDS)
+        before, backend = temporaries(folder), chance.choice(BACKENDS)
         job = start(folder, backend)
         moment = "let be" if len(kills) == num_kills else chance.choice(["start", "step", "save"])
         if moment != "let be":
@@ -178,7 +179,7 @@ def life(folder: Path, num_kills: int, chance: random.Random) -> list[Kill]:
         if not killed:
             break
         step = max([row["step"] for row in rows(folder, "train")[trained:]], default=kept)
-        kills.append(Kill(moment, backend, step, whole(folder), left_of_a_save(folder)))
+        kills.append(Kill(moment, backend, step, whole(folder), left_of_a_save(folder, temporaries(folder) - before)))
         assert step - whole(folder) <= 2 * INTERVAL, kills[-1]  # the one before the save that was being written
     assert newest(folder)["progress"]["step"] == STEPS, f"it did not come to its end: {job.said}"
     assert not temporaries(folder), "of dead writers"

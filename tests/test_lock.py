@@ -73,6 +73,19 @@ def test_a_holder_elsewhere_that_stood_still_is_dead(tmp_path: Path) -> None:
     lock(tmp_path).acquire()
 
 
+@pytest.mark.parametrize("fast", [-3600, 3600])
+def test_the_clock_of_the_file_system_counts(fast: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of this host may be an hour fast or slow: who lives is not taken for dead, nor the other way round."""
+    (tmp_path / "lock.json").write_text(json.dumps(holder(tmp_path, host="elsewhere")))
+    now = time.time() + fast
+    monkeypatch.setattr(time, "time", lambda: now)
+    with pytest.raises(HvdDDPError, match="in use by"):
+        lock(tmp_path).acquire()
+    old = time.time() - fast - 61
+    os.utime(tmp_path / "lock.json", (old, old))
+    lock(tmp_path).acquire()
+
+
 def test_a_broken_lock_file_is_nobodys(tmp_path: Path) -> None:
     (tmp_path / "lock.json").write_text('{"host": "ha')
     lock(tmp_path).acquire()

@@ -16,6 +16,7 @@ from torch import Tensor
 from hvd_ddp.data.arrays import ArrayDataset
 from hvd_ddp.data.hashing import key
 from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.seeding import seed_generators
 
 Sample = tuple[NDArray[Any], int]  # the input, and its class
 
@@ -173,10 +174,3 @@ def generators_as_before() -> Iterator[None]:
         random.setstate(before[0])
         np.random.set_state(before[1])
         torch.set_rng_state(before[2])
-
-
-def seed_generators(number: int) -> None:
-    """Let all that a data set may draw from Python's, numpy's and torch's (CPU) generators follow from `number`."""
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.default_generator.manual_seed(number % 2**63)

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, TensorDataset
 
 from hvd_ddp.data.arrays import ArrayDataset, Data
-from hvd_ddp.data.items import Part, Sample, check_form, generators_as_before, seed_generators
+from hvd_ddp.data.items import Part, Sample, check_form, generators_as_before
 from hvd_ddp.data.source import Source
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.models import load_factory
+from hvd_ddp.seeding import seed_generators
 
 log = logging.getLogger(__name__)
 
