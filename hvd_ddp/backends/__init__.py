@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
+from hvd_ddp.backends import mpi
 from hvd_ddp.config import BackendName, DeviceName, TransportName
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch, detect
@@ -65,6 +66,35 @@ def connect(
     result = cls(meeting, transport=carrier, device=where, timeout=timeout)
     result.why = why
     return result
+
+
+def all_here(first: Backend) -> list[Backend]:
+    """A backend for each way that works in this job, for comparisons: to be set up one at a time.
+
+    `first` is one of the job's, set up: the ranks agree over it.
+    """
+    launch, device = first.launch, first.device
+    mine = [
+        [name, transport]
+        for name in BACKENDS
+        for transport in get_args(TransportName)[1:]
+        if _works(name, transport, launch, device)
+    ]
+    theirs = first.all_gather_object(mine)
+    return [
+        _load(name)(first.meeting, transport=transport, device=device, timeout=first.timeout)
+        for name, transport in mine
+        if all([name, transport] in ways for ways in theirs)
+    ]
+
+
+def _works(name: str, transport: str, launch: Launch, device: torch.device) -> bool:
+    try:
+        return _load(name).choose_transport(transport, launch, device) == transport and (
+            transport != "mpi" or mpi.started_by_ours(launch)
+        )
+    except HvdDDPError:
+        return False
 
 
 def _load(name: str) -> type[Backend]:

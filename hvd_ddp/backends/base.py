@@ -101,6 +101,10 @@ class Backend(ABC):
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         """Reduce over ranks; a new tensor of the same shape, dtype and device. No "mean": integers would truncate."""
 
+    @abstractmethod
+    def all_reduce_(self, tensor: Tensor) -> None:
+        """Sum over ranks in place, by the way that gradients take: for measurements."""
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.all_reduce(torch.zeros(1, device=self.device)).item()

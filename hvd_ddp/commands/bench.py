@@ -14,6 +14,7 @@ from hvd_ddp.errors import FINISHED, HvdDDPError
 BENCHES = {
     "data": "hvd_ddp.commands.bench_data",
     "folder": "hvd_ddp.commands.bench_folder",
+    "comm": "hvd_ddp.commands.bench_comm",
 }
 
 
