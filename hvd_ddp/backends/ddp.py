@@ -78,8 +78,9 @@ class DDPBackend(Backend):
             for name in ("reducer", "logger", "process_group"):
                 setattr(wrapped, name, None)
         self._wrapped.clear()
-        if self.transport == "mpi":
-            dist.group.WORLD.shutdown()  # older torch leaves that out for groups that it does not know
+        group = dist.group.WORLD
+        if isinstance(group, mpi_group.MPIGroup):
+            group.shutdown()  # older torch leaves that out for groups that it does not know
         dist.destroy_process_group()
 
     def prepare(
