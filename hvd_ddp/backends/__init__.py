@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from importlib import import_module
 from pathlib import Path
@@ -73,28 +74,24 @@ def all_here(first: Backend) -> list[Backend]:
 
     `first` is one of the job's, set up: the ranks agree over it.
     """
-    launch, device = first.launch, first.device
-    mine = [
-        [name, transport]
-        for name in BACKENDS
-        for transport in get_args(TransportName)[1:]
-        if _works(name, transport, launch, device)
-    ]
+    mine = [[name, transport] for name in BACKENDS for transport in _transports(name, first)]
     theirs = first.all_gather_object(mine)
     return [
-        _load(name)(first.meeting, transport=transport, device=device, timeout=first.timeout)
+        _load(name)(first.meeting, transport=transport, device=first.device, timeout=first.timeout)
         for name, transport in mine
         if all([name, transport] in ways for ways in theirs)
     ]
 
 
-def _works(name: str, transport: str, launch: Launch, device: torch.device) -> bool:
-    try:
-        return _load(name).choose_transport(transport, launch, device) == transport and (
-            transport != "mpi" or mpi.started_by_ours(launch)
-        )
-    except HvdDDPError:
-        return False
+def _transports(name: str, first: Backend) -> list[str]:
+    """Those of this backend that work here; only the one that `auto` stands for where a process can't change it."""
+    cls, found = _load(name), list[str]()
+    for transport in get_args(TransportName)[1:] if cls.changes_transport else ["auto"]:
+        if transport == "mpi" and not mpi.started_by_ours(first.launch):
+            continue  # may work, but can't be tried: without its launcher some MPIs end the process
+        with contextlib.suppress(HvdDDPError):
+            found.append(cls.choose_transport(transport, first.launch, first.device))
+    return found
 
 
 def _load(name: str) -> type[Backend]:

@@ -30,6 +30,7 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
+    changes_transport: ClassVar[bool] = True  # whether one process may use several, one after the other
 
     def __init__(self, meeting: Meeting, *, transport: str, device: torch.device, timeout: float) -> None:
         self.meeting, self.launch = meeting, meeting.launch

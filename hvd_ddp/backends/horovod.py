@@ -25,6 +25,7 @@ class HorovodBackend(Backend):
     """Gradients are averaged tensor by tensor from hooks in backward, fused by Horovod's own thread."""
 
     name = "horovod"
+    changes_transport = False  # aborts in its C++ side when it is initialised over MPI after Gloo
     _setups = 0
     _server: GlooServer | None = None
 
