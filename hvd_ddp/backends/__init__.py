@@ -76,11 +76,14 @@ def all_here(first: Backend) -> list[Backend]:
     """
     mine = [[name, transport] for name in BACKENDS for transport in _transports(name, first)]
     theirs = first.all_gather_object(mine)
-    return [
-        _load(name)(first.meeting, transport=transport, device=first.device, timeout=first.timeout)
-        for name, transport in mine
-        if all([name, transport] in ways for ways in theirs)
-    ]
+    return [another(first, name, transport) for name, transport in mine if all([name, transport] in w for w in theirs)]
+
+
+def another(first: Backend, name: str, transport: str) -> Backend:
+    """A backend of the same job as `first`, to be set up when that is not; HvdDDPError where it can't work."""
+    cls = _load(name)
+    carrier = cls.choose_transport(transport, first.launch, first.device)
+    return cls(first.meeting, transport=carrier, device=first.device, timeout=first.timeout)
 
 
 def _transports(name: str, first: Backend) -> list[str]:

@@ -15,6 +15,7 @@ BENCHES = {
     "data": "hvd_ddp.commands.bench_data",
     "folder": "hvd_ddp.commands.bench_folder",
     "comm": "hvd_ddp.commands.bench_comm",
+    "step": "hvd_ddp.commands.bench_step",
 }
 
 
