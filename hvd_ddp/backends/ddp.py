@@ -95,6 +95,7 @@ class DDPBackend(Backend):
             model,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
             find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=True,  # saves a copy of all gradients, the second of two
             **_no_buffers_in_forward(),
         )
         self._wrapped.add(wrapped)
