@@ -16,7 +16,7 @@ import tyro
 
 from hvd_ddp.commands.bench import Row, show
 from hvd_ddp.commands.bench_ranks import start
-from hvd_ddp.config import TrainConfig, TransportName
+from hvd_ddp.config import OptimizerName, TrainConfig, TransportName
 from hvd_ddp.errors import FINISHED, HvdDDPError
 
 if TYPE_CHECKING:
@@ -46,8 +46,12 @@ class Options:
     """As for train."""
     global_batch: int = TrainConfig.global_batch
     """As for train."""
+    optimizer: OptimizerName = TrainConfig.optimizer
+    """As for train."""
     transport: TransportName = "auto"
     """What carries the gradients of both of a pair."""
+    every_transport: bool = False
+    """A pair for each backend and transport that works here; the ratios are those of --transport."""
     steps: int = 200
     """Steps of a turn that count."""
     repeats: int = 7
@@ -107,13 +111,19 @@ def run(arguments: list[str]) -> int:
 def measure(first: Backend, options: Options) -> list[Pair]:
     """The pairs with their speeds, on every rank: of DDP, and of Horovod where it is."""
     from hvd_ddp.assemble import load_data
-    from hvd_ddp.backends import another
+    from hvd_ddp.backends import all_here, another
     from hvd_ddp.commands import bench_bare
     from hvd_ddp.commands.bench_turn import Turn
 
-    pairs = [Pair(first, bench_bare.ddp)]
+    loops: dict[str, Callable[..., None]] = {"ddp": bench_bare.ddp, "horovod": bench_bare.horovod}
+    backends = [first]
     with contextlib.suppress(HvdDDPError):
-        pairs.append(Pair(another(first, "horovod", options.transport), bench_bare.horovod))
+        backends.append(another(first, "horovod", options.transport))
+    if options.every_transport:
+        with first:
+            known = {(backend.name, backend.transport) for backend in backends}
+            backends += [more for more in all_here(first) if (more.name, more.transport) not in known]
+    pairs = [Pair(backend, loops[backend.name]) for backend in backends]
     with first:
         data = load_data(options.data, options.data_dir, first)
         directory = Path(first.on_main(lambda: tempfile.mkdtemp(prefix=".bench-", dir=Path.cwd())))
@@ -125,7 +135,8 @@ def measure(first: Backend, options: Options) -> list[Pair]:
                         data=options.data,
                         model=options.model,
                         global_batch=options.global_batch,
-                        run_dir=directory / f"{pair.backend.name}-{number}",
+                        optimizer=options.optimizer,
+                        run_dir=directory / f"{pair.backend.name}-{pair.backend.transport}-{number}",
                     )
                     turn = Turn(config, data, pair.backend, steps=options.steps)
                     for ours in (True, False) if number % 2 else (False, True):
@@ -149,4 +160,5 @@ def _show(pairs: list[Pair], options: Options, first: Backend) -> None:
     if not options.json:
         for pair in pairs:
             ratio, (low, high) = pair.ratio()
-            print(f"hvd_ddp to bare {pair.backend.name}: {ratio:.3f} ({low:.3f} to {high:.3f}, 95 % of paired turns)")
+            name = pair.rows()[0].name
+            print(f"{name} to the loop by hand: {ratio:.3f} ({low:.3f} to {high:.3f}, 95 % of paired turns)")
