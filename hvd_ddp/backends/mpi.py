@@ -34,12 +34,10 @@ def check(launch: Launch) -> None:
     try:
         found = library()
     except (ImportError, RuntimeError) as error:
-        raise HvdDDPError(
-            f"--transport mpi: mpi4py finds no MPI here ({error}). Load the site's MPI, or {remedy}"
-        ) from error
+        raise HvdDDPError(f"--transport mpi: mpi4py finds no MPI here ({error}). Load the site's. {remedy}") from error
     if launch.mpi is not None and launch.mpi not in found:
         raise HvdDDPError(
-            f"--transport mpi: mpi4py loads `{found.split(',')[0]}`, but {launch.launcher} is of another MPI "
+            f"--transport mpi: mpi4py loads `{_short(found)}`, but {launch.launcher} is of another MPI "
             f"({launch.mpi}): each rank would be alone. Put {launch.launcher}'s MPI on PATH and LD_LIBRARY_PATH, or "
             "use --transport gloo."
         )
@@ -49,6 +47,10 @@ def library() -> str:
     """What the MPI that mpi4py loads says of itself; ImportError or RuntimeError where there is none."""
     name: str = mpi4py().Get_library_version()
     return name
+
+
+def _short(version: str) -> str:
+    return version.splitlines()[0].split(",")[0]
 
 
 def mpi4py() -> Any:
@@ -86,7 +88,7 @@ def join(launch: Launch) -> Any:
         )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise HvdDDPError(
-            f"`{library().split(',')[0]}` offers no calls from several threads (MPI_THREAD_MULTIPLE), without which "
+            f"`{_short(library())}` offers no calls from several threads (MPI_THREAD_MULTIPLE), without which "
             "gradients can't move while backward runs. Use an MPI that is built with them, or --transport gloo."
         )
     return MPI

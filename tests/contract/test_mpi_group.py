@@ -1,21 +1,30 @@
-"""The process group over MPI does what torch's own groups do."""
+"""The process group over MPI does what torch's own groups do, whichever MPI it is."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from group_worker import FORMS
 from launchers import assert_none_left, command, run
 
+from hvd_ddp.backends import mpi
+from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.job.launch import Launch
+
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run it once; it ends with an exception on every rank, so that no rank may wait for another in MPI's farewell."""
+@pytest.fixture(scope="module", params=["mpirun", "mpiexec.mpich"])
+def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run it once; it ends with an exception on rank 0, which must not wait for rank 1 in MPI's farewell."""
     out = tmp_path_factory.mktemp("group")
-    result = run(command("mpirun", 2, [str(HERE / "group_worker.py"), str(out)]), timeout=150)
+    env = {}
+    if request.param == "mpiexec.mpich":  # as a site's MPICH calls itself, for Debian's
+        (out / "libmpi.so.12").symlink_to(next(Path("/usr/lib").glob("*/libmpich.so.12")))
+        env = {"LD_LIBRARY_PATH": str(out), "MPI4PY_MPIABI": "mpich"}
+    result = run(command(request.param, 2, [str(HERE / "group_worker.py"), str(out)]), timeout=150, **env)
     assert result.code == 1, result.text[-4000:]
     assert "an end in the middle" in result.err
     assert_none_left(str(out))
@@ -67,3 +76,23 @@ def test_nobody_waits_for_ever(out: Path) -> None:
     assert error == "the other ranks did not come to a collective within 3 s"
     assert 3 <= seconds < 5
     assert peer
+
+
+@pytest.mark.parametrize(
+    ("world", "threads", "wanted"),
+    [
+        ((0, 1), 3, "MPI says rank `0` of `1`, but srun started this as rank `1` of `2`"),
+        ((1, 2), 2, "`MPICH Version: 4.2` offers no calls from several threads"),
+    ],
+)
+def test_an_mpi_that_can_not_be_used(
+    world: tuple[int, int], threads: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = SimpleNamespace(
+        COMM_WORLD=SimpleNamespace(rank=world[0], size=world[1]), Query_thread=lambda: threads, THREAD_MULTIPLE=3
+    )
+    monkeypatch.setattr(mpi, "start", lambda: fake)
+    monkeypatch.setattr(mpi, "library", lambda: "MPICH Version: 4.2\nMPICH Release date: today")
+    with pytest.raises(HvdDDPError, match="--transport gloo") as refusal:
+        mpi.join(Launch("srun", rank=1, world_size=2))
+    assert wanted in str(refusal.value)
