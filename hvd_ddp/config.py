@@ -32,7 +32,7 @@ class TrainConfig:
     backend: BackendName = free("auto")
     """How gradients move. auto: horovod under horovodrun, else ddp with several ranks, else local."""
     transport: TransportName = free("auto")
-    """What carries them: nccl, gloo (both backends) or mpi (horovod)."""
+    """What carries them. auto: nccl for tensors of GPUs; mpi where MPI started the ranks; else gloo."""
     device: DeviceName = free("auto")
     """auto: cuda where there is a GPU, else cpu."""
     nproc: int | None = free(None)
@@ -171,11 +171,6 @@ class TrainConfig:
             raise ValueError(f"--ema is `{self.ema}`. Give a number between 0 and 1, such as 0.999.")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"--label-smoothing is `{self.label_smoothing}`. Give a number from 0 to below 1.")
-        if self.backend == "ddp" and self.transport == "mpi":
-            raise ValueError(
-                "--backend ddp cannot use --transport mpi: torch's wheels have no MPI. "
-                "Use --transport gloo, or --backend horovod."
-            )
         if self.backend == "local" and self.nproc is not None and self.nproc > 1:
             raise ValueError(f"--backend local is one process, --nproc is `{self.nproc}`. Use --backend ddp.")
 

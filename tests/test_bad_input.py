@@ -137,7 +137,6 @@ SAME = [*FAST, "--model", "factories:Small"]
         (["--timeout", "0"], ["--timeout is `0.0`"]),
         (["--timeout", "inf"], ["--timeout is `inf`"]),
         (["--start-timeout", "nan"], ["--start-timeout is `nan`"]),
-        (["--backend", "ddp", "--transport", "mpi"], ["--transport gloo", "--backend horovod"]),
         (["--backend", "local", "--nproc", "2"], ["--backend local is one process", "--nproc is `2`"]),
     ],
     ids=lambda value: " ".join(value) if value and value[0].startswith(("-", "t")) else "",
@@ -698,6 +697,21 @@ def test_horovod_sees_another_world(nothing: Path) -> None:
     program = ["-m", "hvd_ddp", *FAST, "--backend", "horovod", "--transport", "mpi", "--run-dir", str(nothing)]
     result = run(command("mpiexec.mpich", 2, program), timeout=60)
     refused(of_ours(result), "Horovod says rank `0` of `1`", "hydra started this as rank", "`2`", "--transport gloo")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "wanted"),
+    [
+        ("--nproc", ["`torchrun` started these ranks, without MPI"]),
+        ("horovodrun --gloo", ["`horovodrun` started these ranks, without MPI"]),
+        ("mpiexec.mpich", ["mpi4py loads `Open MPI v", "hydra is of another MPI (MPICH)"]),
+    ],
+)
+def test_ddp_over_an_mpi_that_did_not_start_the_ranks(launcher: str, wanted: list[str], nothing: Path) -> None:
+    program = ["-m", "hvd_ddp", *FAST, "--backend", "ddp", "--transport", "mpi", "--run-dir", str(nothing)]
+    result = run(command(launcher, 2, program), timeout=60)
+    said = Result(2 if result.code else 0, "", re.sub(r"^\[\d+\]<stderr>:", "", result.err, flags=re.MULTILINE))
+    refused(of_ours(said), "--transport mpi", *wanted, "each rank would be alone", "use --transport gloo")
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "mpiexec.mpich", "horovodrun --gloo"])

@@ -15,14 +15,14 @@ CELLS = {
     ("--nproc", "horovod"): ("horovod", "gloo"),
     ("torchrun", "auto"): ("ddp", "gloo"),
     ("torchrun", "horovod"): ("horovod", "gloo"),
-    ("mpirun", "auto"): ("ddp", "gloo"),
+    ("mpirun", "auto"): ("ddp", "mpi"),
     ("mpirun", "horovod"): ("horovod", "mpi"),
     ("mpiexec.mpich", "auto"): ("ddp", "gloo"),
     ("mpiexec.mpich", "horovod"): ("horovod", "gloo"),
     ("horovodrun --gloo", "auto"): ("horovod", "gloo"),
     ("horovodrun --gloo", "ddp"): ("ddp", "gloo"),
     ("horovodrun", "auto"): ("horovod", "mpi"),
-    ("horovodrun", "ddp"): ("ddp", "gloo"),
+    ("horovodrun", "ddp"): ("ddp", "mpi"),
 }
 OPTIONS = ["--max-steps", "12", "--global-batch", "50", "--clip-norm", "0.5", "--optimizer", "adamw",
            "--weight-decay", "0.1", "--accumulate", "2", "--save-every", "5", "--log-every", "4"]  # fmt: skip

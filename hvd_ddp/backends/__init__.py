@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
+from hvd_ddp.backends import mpi
 from hvd_ddp.config import BackendName, DeviceName, TransportName
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch, detect
@@ -65,6 +67,34 @@ def connect(
     result = cls(meeting, transport=carrier, device=where, timeout=timeout)
     result.why = why
     return result
+
+
+def all_here(first: Backend) -> list[Backend]:
+    """A backend for each way that works in this job, for comparisons: to be set up one at a time.
+
+    `first` is one of the job's, set up: the ranks agree over it.
+    """
+    mine = [[name, transport] for name in BACKENDS for transport in _transports(name, first)]
+    theirs = first.all_gather_object(mine)
+    return [another(first, name, transport) for name, transport in mine if all([name, transport] in w for w in theirs)]
+
+
+def another(first: Backend, name: str, transport: str) -> Backend:
+    """A backend of the same job as `first`, to be set up when that is not; HvdDDPError where it can't work."""
+    cls = _load(name)
+    carrier = cls.choose_transport(transport, first.launch, first.device)
+    return cls(first.meeting, transport=carrier, device=first.device, timeout=first.timeout)
+
+
+def _transports(name: str, first: Backend) -> list[str]:
+    """Those of this backend that work here; only the one that `auto` stands for where a process can't change it."""
+    cls, found = _load(name), list[str]()
+    for transport in get_args(TransportName)[1:] if cls.changes_transport else ["auto"]:
+        if transport == "mpi" and not mpi.started_by_ours(first.launch):
+            continue  # may work, but can't be tried: without its launcher some MPIs end the process
+        with contextlib.suppress(HvdDDPError):
+            found.append(cls.choose_transport(transport, first.launch, first.device))
+    return found
 
 
 def _load(name: str) -> type[Backend]:

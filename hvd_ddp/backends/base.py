@@ -30,6 +30,7 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
+    changes_transport: ClassVar[bool] = True  # whether one process may use several, one after the other
 
     def __init__(self, meeting: Meeting, *, transport: str, device: torch.device, timeout: float) -> None:
         self.meeting, self.launch = meeting, meeting.launch
@@ -100,6 +101,10 @@ class Backend(ABC):
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         """Reduce over ranks; a new tensor of the same shape, dtype and device. No "mean": integers would truncate."""
+
+    @abstractmethod
+    def all_reduce_(self, tensor: Tensor) -> None:
+        """Sum over ranks in place, by the way that gradients take: for measurements."""
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

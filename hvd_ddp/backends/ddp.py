@@ -1,4 +1,4 @@
-"""torch DistributedDataParallel over nccl or gloo."""
+"""torch DistributedDataParallel over nccl, gloo or mpi."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from hvd_ddp.backends import mpi, mpi_group
 from hvd_ddp.backends.base import Backend, Op
 from hvd_ddp.backends.gradients import AllUsed, FindUnused
 from hvd_ddp.errors import HvdDDPError
@@ -37,12 +38,15 @@ class DDPBackend(Backend):
 
     @classmethod
     def choose_transport(cls, transport: str, launch: Launch, device: torch.device) -> str:
-        best = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-        chosen = best if transport == "auto" else transport
+        chosen = _fastest(launch, device) if transport == "auto" else transport
         if chosen == "nccl" and device.type != "cuda":
             raise HvdDDPError("--transport nccl moves tensors of GPUs, and --device is `cpu`. Use --transport gloo.")
+        if chosen == "mpi" and device.type != "cpu":
+            raise HvdDDPError(
+                f"--transport mpi moves tensors of CPUs, and --device is `{device}`. Use --transport nccl."
+            )
         if chosen == "mpi":
-            raise HvdDDPError("--backend ddp has no --transport mpi. Use --transport gloo, or --backend horovod.")
+            mpi.check(launch)
         return chosen
 
     def setup(self) -> None:
@@ -50,8 +54,11 @@ class DDPBackend(Backend):
         DDPBackend._setups += 1  # a store remembers: each group needs a prefix of its own
         export({"GLOO_SOCKET_IFNAME": self.meeting.interface})
         export({"NCCL_SOCKET_IFNAME": "=" + self.meeting.interface}, over_the_users=False)  # who may name several
+        if self.transport == "mpi":
+            mpi.join(self.launch)
+            mpi_group.register()
         dist.init_process_group(
-            self.transport,
+            mpi_group.NAME if self.transport == "mpi" else self.transport,
             store=PrefixStore(f"ddp/{DDPBackend._setups}", self.meeting.store),
             rank=self.launch.rank,
             world_size=self.launch.world_size,
@@ -59,8 +66,11 @@ class DDPBackend(Backend):
         )
 
     def lost_a_peer(self, error: BaseException) -> bool:
-        # Of Gloo plain RuntimeErrors come through, with its source file in their text.
-        return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+        # Of Gloo plain RuntimeErrors come through, with its source file in their text; of MPI with our error's name.
+        return isinstance(error, dist.DistError | mpi_group.MPIError) or (
+            isinstance(error, RuntimeError)
+            and any(word in str(error) for word in ("gloo/", mpi_group.MPIError.__name__))
+        )
 
     def teardown(self) -> None:
         for wrapped in self._wrapped:
@@ -68,6 +78,9 @@ class DDPBackend(Backend):
             for name in ("reducer", "logger", "process_group"):
                 setattr(wrapped, name, None)
         self._wrapped.clear()
+        group = dist.group.WORLD
+        if isinstance(group, mpi_group.MPIGroup):
+            group.shutdown()  # older torch leaves that out for groups that it does not know
         dist.destroy_process_group()
 
     def prepare(
@@ -82,6 +95,7 @@ class DDPBackend(Backend):
             model,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
             find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=True,  # saves a copy of all gradients, the second of two
             **_no_buffers_in_forward(),
         )
         self._wrapped.add(wrapped)
@@ -103,6 +117,16 @@ class DDPBackend(Backend):
         result = tensor.detach().to(self.device, copy=True)
         dist.all_reduce(result, OPS[op])
         return result.to(tensor.device)
+
+    def all_reduce_(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, async_op=True).wait()
+
+
+def _fastest(launch: Launch, device: torch.device) -> str:
+    """The transport that `auto` stands for; README.md has the measurements."""
+    if device.type == "cuda" and dist.is_nccl_available():
+        return "nccl"
+    return "mpi" if device.type == "cpu" and mpi.started_by_ours(launch) else "gloo"
 
 
 def _no_buffers_in_forward() -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvd_ddp.backends import mpi
 from hvd_ddp.backends.base import Backend, Op
 from hvd_ddp.backends.gradients import AllUsed, FindUnused
 from hvd_ddp.backends.horovod_gloo import GlooServer
@@ -26,6 +25,7 @@ class HorovodBackend(Backend):
     """Gradients are averaged tensor by tensor from hooks in backward, fused by Horovod's own thread."""
 
     name = "horovod"
+    changes_transport = False  # aborts in its C++ side when it is initialised over MPI after Gloo
     _setups = 0
     _server: GlooServer | None = None
 
@@ -35,7 +35,7 @@ class HorovodBackend(Backend):
         if transport == "auto":
             if device.type == "cuda" and hvd.nccl_built():
                 return "nccl"
-            return "mpi" if hvd.mpi_built() and _runs_under_our_mpi(launch) else "gloo"
+            return "mpi" if hvd.mpi_built() and mpi.started_by_ours(launch) else "gloo"
         built = {"mpi": hvd.mpi_built(), "gloo": hvd.gloo_built(), "nccl": bool(hvd.nccl_built())}
         if not built[transport]:
             there = ", ".join(name for name, yes in built.items() if yes)
@@ -50,10 +50,10 @@ class HorovodBackend(Backend):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self.transport == "mpi" or (
-            self.transport == "nccl" and hvd.mpi_built() and _runs_under_our_mpi(self.launch)
+            self.transport == "nccl" and hvd.mpi_built() and mpi.started_by_ours(self.launch)
         ):
             export({"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"})
-            _start_mpi()
+            mpi.start()  # else a second init after Horovod's shutdown aborts the job
         else:
             self._meet_over_gloo()
         hvd.init()
@@ -134,6 +134,9 @@ class HorovodBackend(Backend):
         result: Tensor = hvd.allreduce(tensor.detach(), op=ops[op], name=f"hvd_ddp.{op}")
         return result
 
+    def all_reduce_(self, tensor: Tensor) -> None:
+        self._hvd.allreduce_(tensor, op=self._hvd.Sum, name="hvd_ddp.in_place")
+
 
 def import_horovod() -> Any:
     """horovod.torch, or HvdDDPError that says why it is not to be had."""
@@ -147,33 +150,3 @@ def import_horovod() -> Any:
     except Exception as error:  # Horovod raises whatever its loader met
         raise HvdDDPError(f"Horovod does not load with torch `{torch.__version__}`: {error}. {REMEDY}") from error
     return hvd
-
-
-def _runs_under_our_mpi(launch: Launch) -> bool:
-    """Whether the launcher's MPI is of the family that mpi4py (and so Horovod, built beside it) loads."""
-    if launch.mpi is None:
-        return False
-    try:
-        library: str = _mpi4py().Get_library_version()
-    except (ImportError, RuntimeError):
-        return False
-    return launch.mpi in library
-
-
-def _mpi4py() -> Any:
-    import mpi4py
-
-    mpi4py.rc.initialize = False  # importing does nothing; _start_mpi does
-    from mpi4py import MPI
-
-    return MPI
-
-
-def _start_mpi() -> None:
-    """MPI must be initialised by somebody else than Horovod: else a second init after its shutdown aborts the job."""
-    MPI = _mpi4py()
-    if not MPI.Is_initialized():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of another MPI's launcher: the world size shows it, and we say so then
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        atexit.register(MPI.Finalize)

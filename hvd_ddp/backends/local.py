@@ -53,3 +53,6 @@ class LocalBackend(Backend):
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         return tensor.clone()
+
+    def all_reduce_(self, tensor: Tensor) -> None:
+        """The sum over one rank."""

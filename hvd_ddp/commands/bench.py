@@ -14,6 +14,8 @@ from hvd_ddp.errors import FINISHED, HvdDDPError
 BENCHES = {
     "data": "hvd_ddp.commands.bench_data",
     "folder": "hvd_ddp.commands.bench_folder",
+    "comm": "hvd_ddp.commands.bench_comm",
+    "step": "hvd_ddp.commands.bench_step",
 }
 
 
@@ -61,6 +63,10 @@ def show(rows: list[Row], *, title: str, as_json: bool, **further: Any) -> None:
     for column in ("", rows[0].figure.replace("_", " "), f"to {rows[0].name}", "repeats, low to high"):
         table.add_column(column, justify="right" if column else "left")
     for row in rows:
-        spread = f"{min(row.repeats):,.0f} to {max(row.repeats):,.0f}"
-        table.add_row(row.name, f"{row.median:,.0f}", f"{row.median / rows[0].median:.2f}", spread)
+        spread = f"{_short(min(row.repeats))} to {_short(max(row.repeats))}"
+        table.add_row(row.name, _short(row.median), f"{row.median / rows[0].median:.2f}", spread)
     Console().print(table)
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

@@ -18,11 +18,14 @@ from reference import one_process, same_shares  # noqa: E402
 # name: (launcher, ranks, backend, transport)
 CELLS = {
     "ddp-gloo-2": ("torchrun", 2, "ddp", "gloo"),
+    "ddp-mpi-2": ("mpirun", 2, "ddp", "mpi"),
     "horovod-mpi-2": ("mpirun", 2, "horovod", "mpi"),
     "horovod-gloo-2": ("torchrun", 2, "horovod", "gloo"),
     "ddp-gloo-3": ("torchrun", 3, "ddp", "gloo"),
+    "ddp-mpi-3": ("mpirun", 3, "ddp", "mpi"),
     "horovod-gloo-3": ("torchrun", 3, "horovod", "gloo"),
     "ddp-gloo-4": ("mpirun", 4, "ddp", "gloo"),
+    "ddp-mpi-4": ("mpirun", 4, "ddp", "mpi"),
     "horovod-mpi-4": ("mpirun", 4, "horovod", "mpi"),
     "local-1": ("python", 1, "local", "auto"),
 }

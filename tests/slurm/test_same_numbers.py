@@ -26,14 +26,16 @@ CELLS = {
     ("train", "--backend horovod", ""): ("srun", "horovod", "gloo"),
     ("train", "--backend horovod --transport mpi", "pmix"): ("srun", "horovod", "mpi"),
     ("train", "--backend ddp", "pmix"): ("srun", "ddp", "gloo"),
+    ("train", "--backend ddp --transport mpi", "pmix"): ("srun", "ddp", "mpi"),
     ("torchrun", "--backend ddp", ""): ("torchrun", "ddp", "gloo"),
     ("torchrun", "--backend horovod", ""): ("torchrun", "horovod", "gloo"),
-    ("mpirun", "--backend ddp", ""): ("openmpi", "ddp", "gloo"),
+    ("mpirun", "--backend ddp", ""): ("openmpi", "ddp", "mpi"),
     ("mpirun", "--backend horovod", ""): ("openmpi", "horovod", "mpi"),
     ("horovodrun", "--backend horovod", ""): ("horovodrun", "horovod", "gloo"),
     ("horovodrun", "--backend ddp", ""): ("horovodrun", "ddp", "gloo"),
 }
 ALWAYS = [("train", "--backend ddp", ""), ("train", "--backend horovod --transport mpi", "pmix"),
+          ("train", "--backend ddp --transport mpi", "pmix"),
           ("torchrun", "--backend ddp", ""), ("mpirun", "--backend horovod", ""),
           ("horovodrun", "--backend horovod", "")]  # fmt: skip
 

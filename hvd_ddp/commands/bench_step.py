@@ -1,0 +1,164 @@
+"""bench step: what the trainer costs against loops written by hand for the same training."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from hvd_ddp.commands.bench import Row, show
+from hvd_ddp.commands.bench_ranks import start
+from hvd_ddp.config import OptimizerName, TrainConfig, TransportName
+from hvd_ddp.errors import FINISHED, HvdDDPError
+
+if TYPE_CHECKING:
+    from hvd_ddp.backends.base import Backend
+
+# Two-sided 95 % quantiles of Student's t, by degrees of freedom.
+STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228,
+           12: 2.179, 14: 2.145, 16: 2.120, 18: 2.101, 20: 2.086, 25: 2.060, 30: 2.042}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure optimizer steps a second of the trainer, under DDP and under Horovod, against a loop of some twenty lines
+    for each: the same model, batches from memory, optimizer, transport and number of threads.
+
+    They take turns in the same processes; a turn of the trainer and the turn of a loop beside it make a pair. The ratio
+    is the mean over the pairs, with its 95 % interval.
+    """
+
+    nproc: int = 2
+    """Ranks to start on this machine, by mpirun if it is there. A launcher's ranks are used as they are."""
+    data: str = TrainConfig.data
+    """Data set, as for train."""
+    data_dir: Path | None = None
+    """As for train."""
+    model: str = TrainConfig.model
+    """As for train."""
+    global_batch: int = TrainConfig.global_batch
+    """As for train."""
+    optimizer: OptimizerName = TrainConfig.optimizer
+    """As for train."""
+    transport: TransportName = "auto"
+    """What carries the gradients of both of a pair."""
+    every_transport: bool = False
+    """A pair for each backend and transport that works here; the ratios are those of --transport."""
+    steps: int = 200
+    """Steps of a turn that count."""
+    repeats: int = 7
+    """Turns of each; the median counts."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for numbers with which nothing is measured."""
+        if not (self.steps >= 1 and self.repeats >= 2 and self.global_batch >= 1 and self.nproc >= 1):
+            raise ValueError(
+                f"--steps is `{self.steps}`, --repeats `{self.repeats}`, --global-batch `{self.global_batch}`, --nproc "
+                f"`{self.nproc}`: nothing would be measured. Give numbers from 1 up, and two repeats for an interval."
+            )
+
+
+@dataclass
+class Pair:
+    """The trainer and a loop by hand over the same backend: steps a second of each of their turns."""
+
+    backend: Backend
+    bare: Callable[..., None]
+    speeds: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+
+    def rows(self) -> list[Row]:
+        """The two medians."""
+        name = f"{self.backend.name} {self.backend.transport}"
+        names = (f"hvd_ddp, {name}", f"bare {name}")
+        return [Row(name, "steps_per_second", speeds) for name, speeds in zip(names, self.speeds, strict=True)]
+
+    def ratio(self) -> tuple[float, tuple[float, float]]:
+        """How much faster the trainer is: the geometric mean over the turns, and its 95 % interval (Student's t)."""
+        logs = [math.log(ours / bare) for ours, bare in zip(*self.speeds, strict=True)]
+        mean, number = statistics.mean(logs), len(logs)
+        quantile = next(value for freedom, value in reversed(STUDENT.items()) if freedom <= number - 1)
+        half = quantile * statistics.stdev(logs) / math.sqrt(number)
+        return math.exp(mean), (math.exp(mean - half), math.exp(mean + half))
+
+
+def run(arguments: list[str]) -> int:
+    """`python -m hvd_ddp bench step`."""
+    options = tyro.cli(Options, args=arguments, prog="python -m hvd_ddp bench step")
+    code = start(options.nproc, ["bench", "step", *arguments])
+    if code is not None:
+        return code
+    from hvd_ddp.backends import connect
+    from hvd_ddp.job.health import ends_together
+
+    first = connect("ddp", options.transport, threads=1)
+    with ends_together(first.meeting, timeout=300.0):
+        pairs = measure(first, options)
+        if first.is_main:
+            _show(pairs, options, first)
+    return FINISHED
+
+
+def measure(first: Backend, options: Options) -> list[Pair]:
+    """The pairs with their speeds, on every rank: of DDP, and of Horovod where it is."""
+    from hvd_ddp.assemble import load_data
+    from hvd_ddp.backends import all_here, another
+    from hvd_ddp.commands import bench_bare
+    from hvd_ddp.commands.bench_turn import Turn
+
+    loops: dict[str, Callable[..., None]] = {"ddp": bench_bare.ddp, "horovod": bench_bare.horovod}
+    backends = [first]
+    with contextlib.suppress(HvdDDPError):
+        backends.append(another(first, "horovod", options.transport))
+    if options.every_transport:
+        with first:
+            known = {(backend.name, backend.transport) for backend in backends}
+            backends += [more for more in all_here(first) if (more.name, more.transport) not in known]
+    pairs = [Pair(backend, loops[backend.name]) for backend in backends]
+    with first:
+        data = load_data(options.data, options.data_dir, first)
+        directory = Path(first.on_main(lambda: tempfile.mkdtemp(prefix=".bench-", dir=Path.cwd())))
+    try:
+        for number in range(options.repeats):
+            for pair in pairs:
+                with pair.backend:
+                    config = TrainConfig(
+                        data=options.data,
+                        model=options.model,
+                        global_batch=options.global_batch,
+                        optimizer=options.optimizer,
+                        run_dir=directory / f"{pair.backend.name}-{pair.backend.transport}-{number}",
+                    )
+                    turn = Turn(config, data, pair.backend, steps=options.steps)
+                    for ours in (True, False) if number % 2 else (False, True):
+                        pair.speeds[0 if ours else 1].append(turn.ours() if ours else turn.bare(pair.bare))
+    finally:
+        if first.is_main:
+            shutil.rmtree(directory)
+    return pairs
+
+
+def _show(pairs: list[Pair], options: Options, first: Backend) -> None:
+    further: dict[str, Any] = {}
+    for name in ("ddp", "horovod"):
+        ratio, interval = next((pair.ratio() for pair in pairs if pair.backend.name == name), (None, None))
+        further |= {f"ratio_to_bare_{name}": ratio, f"ratio_to_bare_{name}_interval": interval}
+    title = (
+        f"{options.data}, {options.model}, global batch {options.global_batch} over {first.launch.world_size} ranks, "
+        f"turns of {options.steps} steps"
+    )
+    show([row for pair in pairs for row in pair.rows()], title=title, as_json=options.json, **further)
+    if not options.json:
+        for pair in pairs:
+            ratio, (low, high) = pair.ratio()
+            name = pair.rows()[0].name
+            print(f"{name} to the loop by hand: {ratio:.3f} ({low:.3f} to {high:.3f}, 95 % of paired turns)")

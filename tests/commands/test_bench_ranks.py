@@ -1,0 +1,102 @@
+"""bench comm and bench step: what they print, with ranks of each kind, and that a pair does the same work."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+from launchers import Result, assert_none_left, command, run
+from torch import nn
+
+from hvd_ddp.backends import connect
+from hvd_ddp.commands import bench_bare, bench_step, bench_turn
+from hvd_ddp.config import TrainConfig
+from hvd_ddp.data.datasets import load
+
+SMALL = ["--min-bytes", "1024", "--max-bytes", "20000", "--repeats", "3"]
+SHORT = ["--steps", "3", "--repeats", "2", "--model", "factories:Small", "--global-batch", "32"]
+
+
+def bench(*arguments: str, launcher: str = "python", cwd: Path) -> Result:
+    program = ["-m", "hvd_ddp", "bench", *arguments]
+    paths = f"{Path(__file__).parents[2]}:{Path(__file__).parents[1]}"
+    result = run(command(launcher, 1 if launcher == "python" else 2, program), timeout=150, cwd=cwd, PYTHONPATH=paths)
+    assert result.code == 0, result.text[-4000:]
+    assert_none_left(str(cwd))
+    return result
+
+
+@pytest.mark.parametrize(
+    ("launcher", "wanted"),
+    [
+        ("python", ["ddp gloo", "ddp mpi", "horovod mpi", "mpi4py mpi"]),  # its ranks are those of mpirun
+        ("torchrun", ["ddp gloo", "horovod gloo"]),
+    ],
+)
+def test_comm_as_json(launcher: str, wanted: list[str], tmp_path: Path) -> None:
+    rows = json.loads(bench("comm", "--json", *SMALL, launcher=launcher, cwd=tmp_path).out)["rows"]
+    assert [f"{row['backend']} {row['transport']}" for row in rows[::3]] == wanted
+    assert [row["bytes"] for row in rows] == [1024, 4096, 16384] * len(wanted)
+    for row in rows:
+        assert len(row["repeats"]) == 3 and min(row["repeats"]) > 0
+        assert row["seconds"] == statistics.median(row["repeats"])
+        assert row["bus_bandwidth"] == pytest.approx(row["bytes"] / row["seconds"])  # 2 (n - 1) / n is 1
+
+
+def test_comm_as_a_table(tmp_path: Path) -> None:
+    table = bench("comm", *SMALL, cwd=tmp_path).out
+    for word in ("all_reduce over 2 ranks", "ddp gloo", "mpi4py mpi", "16,384"):
+        assert word in table
+
+
+def test_step_as_json(tmp_path: Path) -> None:
+    said = json.loads(bench("step", "--json", "--every-transport", *SHORT, cwd=tmp_path).out)
+    names = ["ddp mpi", "horovod mpi", "ddp gloo"]
+    assert [row["name"] for row in said["rows"]] == [who + name for name in names for who in ("hvd_ddp, ", "bare ")]
+    for row in said["rows"]:
+        assert len(row["repeats"]) == 2 and min(row["repeats"]) > 0
+        assert row["steps_per_second"] == statistics.median(row["repeats"])
+    for name, ours, bare in (("ddp", *said["rows"][:2]), ("horovod", *said["rows"][2:4])):
+        first, second = (a / b for a, b in zip(ours["repeats"], bare["repeats"], strict=True))
+        assert said[f"ratio_to_bare_{name}"] == pytest.approx(math.sqrt(first * second))
+        low, high = said[f"ratio_to_bare_{name}_interval"]
+        assert low < said[f"ratio_to_bare_{name}"] < high
+    assert list(tmp_path.iterdir()) in ([], [tmp_path / "runs"]), "left behind"
+
+
+def test_step_as_a_table(tmp_path: Path) -> None:
+    result = bench("step", *SHORT, "--transport", "gloo", launcher="torchrun", cwd=tmp_path)
+    for word in ("hvd_ddp, ddp gloo", "bare horovod gloo", "to the loop by hand", "95 % of paired turns"):
+        assert word in " ".join(result.out.split())
+
+
+def test_the_interval() -> None:
+    """Of ratios 1.1, 1.0 and 1.21: the logarithms' mean is that of 1.1, their deviation log 1.1, t is 4.303."""
+    with connect("local") as backend:
+        pair = bench_step.Pair(backend, bench_bare.ddp, ([11.0, 10.0, 12.1], [10.0, 10.0, 10.0]))
+    ratio, (low, high) = pair.ratio()
+    assert ratio == pytest.approx(1.1)
+    assert high / ratio == pytest.approx(1.1 ** (4.303 / math.sqrt(3))) and low * high == pytest.approx(ratio**2)
+
+
+def test_a_pair_does_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[nn.Module] = []
+    original = bench_turn.load_model
+
+    def recording(*arguments: object) -> nn.Module:
+        models.append(original(*arguments))
+        return models[-1]
+
+    monkeypatch.setattr(bench_turn, "load_model", recording)
+    config = TrainConfig(run_dir=tmp_path / "run", optimizer="sgd", lr=0.05)
+    with connect("ddp", "gloo", "cpu", threads=1, directory=tmp_path) as backend:
+        turn = bench_turn.Turn(config, load("digits"), backend, steps=4)
+        speeds = [turn.ours(), turn.bare(bench_bare.ddp)]
+        first = original(config, load("digits"), backend).state_dict()
+    assert min(speeds) > 0
+    ours, bare = (model.state_dict() for model in models)
+    for name in first:
+        moved = (ours[name] - first[name]).norm()
+        assert moved > 0
+        assert (ours[name] - bare[name]).norm() < 1e-4 * moved, name
