@@ -55,7 +55,7 @@ def same_directory(directory: Path, backend: Backend) -> None:
     """
     hosts = backend.launch.hosts or ()
     for _ in range(LOOKS):
-        found = checkpoint.found(directory / "checkpoints")
+        found = _seen(directory)
         newest: list[str] = backend.all_gather_object(found[0].name if found else "")
         if newest[0] == max(newest):
             return
@@ -66,6 +66,13 @@ def same_directory(directory: Path, backend: Backend) -> None:
         f"{f'nothing later than `{newest[0]}`' if newest[0] else 'no checkpoint'}: they look at different directories "
         "of that name. Mount the same file system on each host, or choose another --run-dir."
     )
+
+
+def _seen(directory: Path) -> list[Path]:
+    try:
+        return checkpoint.found(directory / "checkpoints")
+    except OSError:  # rank 0 says what is wrong with it
+        return []
 
 
 def plan(config: TrainConfig, directory: Path, *, total_steps: int, num_samples: int | None) -> tuple[Start, bytes]:
