@@ -6,7 +6,8 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 BackendName = Literal["auto", "ddp", "horovod", "local"]
 TransportName = Literal["auto", "nccl", "gloo", "mpi"]
@@ -146,6 +147,9 @@ class TrainConfig:
         for name in ("data_dir", "stage", "init", "run_dir"):
             if isinstance(getattr(self, name), str):  # from a program
                 object.__setattr__(self, name, Path(getattr(self, name)))
+        for option in dataclasses.fields(self):
+            if "\0" in str(getattr(self, option.name)):
+                raise ValueError(f"{_flag(option.name)} has a zero byte, which no name can have. Leave it out.")
         for name in ("epochs", "max_steps", "early_stop", "global_batch", "accumulate", "decay_every", "patience",
                      "save_every", "keep", "eval_every", "log_every", "nproc", "threads"):  # fmt: skip
             value = getattr(self, name)
@@ -174,6 +178,16 @@ class TrainConfig:
         if self.backend == "local" and self.nproc is not None and self.nproc > 1:
             raise ValueError(f"--backend local is one process, --nproc is `{self.nproc}`. Use --backend ddp.")
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
+        """From what `to_dict` gave, perhaps of another version: unknown names are left out. Raises ValueError."""
+        kinds = get_type_hints(cls)
+        known = {name: value for name, value in values.items() if name in kinds}
+        for name, value in known.items():
+            if not _is_one_of(value, kinds[name]):
+                raise ValueError(f"{_flag(name)} is `{str(value)[:100]}`, which it can't be.")
+        return cls(**known)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain types only: what config.yaml and a checkpoint hold."""
         return {
@@ -184,6 +198,17 @@ class TrainConfig:
 def may_change(name: str) -> bool:
     """Whether the option `name` may differ between two starts of one run."""
     return any(f.name == name and f.metadata.get("may_change", False) for f in dataclasses.fields(TrainConfig))
+
+
+def _is_one_of(value: Any, kind: Any) -> bool:
+    """Whether it has that type of an option: a Literal, a union, a plain type; paths are text."""
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return any(_is_one_of(value, one) for one in get_args(kind))
+    if kind in (int, float):
+        return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    return isinstance(value, str | Path if kind is Path else kind)
 
 
 def _flag(name: str) -> str:

@@ -13,11 +13,11 @@ PACKAGE = ROOT / "hvd_ddp"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Lower layers know nothing of higher ones.
 LAYERS = [
-    {"errors", "config", "durable", "recipes"},
+    {"errors", "config", "durable", "outside", "recipes"},
     {"job", "horovod_build"},
     {"backends"},
     {"data", "models", "precision", "optim", "ema", "tasks", "log", "seeding", "snapshot", "decisions", "history"},
-    {"metrics", "checkpoint", "lock", "evaluation", "saving", "banner", "replicas"},
+    {"metrics", "checkpoint", "lock", "evaluation", "saving", "banner", "replicas", "state"},
     {"resume"},
     {"run", "assemble"},
     {"trainer", "doctor"},

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,14 @@ from hvd_ddp.job.launch import detect, is_speaker
 from hvd_ddp.job.scheduler import end_of_allocation
 from hvd_ddp.job.spawn import spawn, wants_ranks
 from hvd_ddp.job.stop import Signals
+from hvd_ddp.outside import from_yaml, read
 
 if TYPE_CHECKING:
     from hvd_ddp.backends.base import Backend
 
 NO_TIMEOUT = 7 * 86400.0  # seconds: of collectives; the health of the job knows better who keeps whom waiting
+
+LONGEST = 300  # characters that an error quotes of a file
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -109,9 +113,9 @@ def _recipe(path: Path) -> Path:
 def _read_yaml(path: Path) -> dict[str, Any]:
     path = _recipe(path)
     try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise HvdDDPError(f"--config `{path}` can't be read: {' '.join(str(error).split())}.") from error
+        values = from_yaml(read(path))
+    except (OSError, ValueError) as error:
+        raise HvdDDPError(f"--config `{path}` can't be read: {' '.join(str(error).split())[:LONGEST]}.") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -121,7 +125,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         if name not in names:
             near = difflib.get_close_matches(str(name), names, 1)
             raise HvdDDPError(
-                f"--config `{path}` has `{name}`, which is no option."
+                f"--config `{path}` has `{str(name)[:LONGEST]}`, which is no option."
                 + (f" Did you mean {near[0]}?" if near else f" Options are: {', '.join(names)}.")
             )
     return values
@@ -129,8 +133,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _as_argument(name: str, value: Any) -> str:
     flag = name.replace("_", "-")
+    if isinstance(value, int) and value.bit_length() > 128:
+        raise HvdDDPError(f"--config: {name} is a number of {value.bit_length()} bits. Write one that it can be.")
+    if value is not None and not isinstance(value, str | int | float | date):  # aliases may make a list endless
+        raise HvdDDPError(f"--config: {name} is a {type(value).__name__}. Write one value.")
     if isinstance(getattr(TrainConfig, name), bool) and not isinstance(value, bool):
-        raise HvdDDPError(f"--config: {name} is `{value}`. Write true or false.")
+        raise HvdDDPError(f"--config: {name} is `{str(value)[:LONGEST]}`. Write true or false.")
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
     return f"--{flag}={value}"
