@@ -13,6 +13,7 @@ from hvd_ddp.config import TrainConfig
 from hvd_ddp.data import datasets
 from hvd_ddp.data.arrays import Data, is_float
 from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.outside import open_regular
 from hvd_ddp.resume import has_checkpoints
 from hvd_ddp.seeding import seed_all
 
@@ -56,7 +57,8 @@ def read_weights(path: Path) -> bytes:
     if path.with_name(path.name + ".sha256").exists():
         return checkpoint.verified(path)
     try:
-        return path.read_bytes()
+        with open_regular(path) as file:
+            return file.read()
     except OSError as error:
         raise HvdDDPError(f"`{path}` can't be read: {error.strerror}. Give a checkpoint or a state dict.") from error
 

@@ -8,6 +8,7 @@ import hashlib
 import io
 import os
 import re
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from hvd_ddp.durable import remove_temporaries, replace_file, sync_folder
 from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.outside import open_regular, read
 
 NAME = re.compile(r"step_(\d{8,})\.pt")
 PIECE = 1 << 22  # bytes read at a time
@@ -132,11 +134,12 @@ def found(folder: Path) -> list[Path]:
 def verified(path: Path) -> bytes:
     """The bytes of a checkpoint that fit the hash beside it. Raises HvdDDPError that says what is wrong."""
     try:
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read()
     except OSError as error:
         raise HvdDDPError(f"Checkpoint `{path}` can't be read: {error.strerror}.") from error
     try:
-        wanted = _hash_file(path).read_text().split()[0]
+        wanted = read(_hash_file(path)).decode().split()[0]
     except (OSError, IndexError, UnicodeDecodeError) as error:
         raise HvdDDPError(f"Checkpoint `{path}` has no hash in `{_hash_file(path).name}`: it may be cut.") from error
     if hashlib.sha256(data).hexdigest() != wanted:
@@ -158,7 +161,9 @@ def newest_whole(folder: Path) -> tuple[Path | None, bytes, list[str]]:
 def parse(data: bytes, origin: str) -> dict[str, Any]:
     """What `save` was given, on the CPU; plain types and tensors only. Raises HvdDDPError."""
     try:
+        _refuse_bombs(data)
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        _refuse_large(state, len(data))
     except Exception as error:  # torch raises what the damage leads to: RuntimeError, UnpicklingError, EOFError, ...
         # Not its words: they advise to load the file without the restriction.
         raise HvdDDPError(
@@ -168,6 +173,39 @@ def parse(data: bytes, origin: str) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise HvdDDPError(f"`{origin}` holds a {type(state).__name__}, not a dict. Give a checkpoint or a state dict.")
     return state
+
+
+def _refuse_bombs(data: bytes) -> None:
+    """Raise ValueError for a file whose content takes more memory than the file: torch writes no such one."""
+    if any(b"c%s\nbytearray\n" % module in data for module in (b"builtins", b"__builtin__")):
+        raise ValueError("bytes of any number")
+    if data.startswith(b"PK\x03\x04"):
+        entries = zipfile.ZipFile(io.BytesIO(data)).infolist()
+        stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+        if not stored or sum(entry.file_size for entry in entries) > len(data):
+            raise ValueError("compressed")
+
+
+def _refuse_large(state: Any, size: int) -> None:
+    """Raise ValueError for tensors of other kinds than torch.strided on the CPU, or with more elements than they store.
+
+    They would take their memory, or raise, where they are first used.
+    """
+    left, seen, stored = [state], set[int](), dict[int, int]()
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
+                raise ValueError(f"a tensor of the kind {value.layout} on {value.device}")
+            storage = value.untyped_storage()
+            stored[storage.data_ptr()] = storage.nbytes()
+            if value.numel() * value.element_size() > storage.nbytes():
+                raise ValueError("an expanded tensor")
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            left += [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    if sum(stored.values()) > size:
+        raise ValueError("tensors without content")
 
 
 def of_step(folder: Path, step: int) -> Path:
