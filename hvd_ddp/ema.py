@@ -68,4 +68,6 @@ class Average(NoAverage):
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on from it; KeyError or RuntimeError where it is another model's."""
         for name, value in self._values.items():
+            if state[name].shape != value.shape:  # else it would be spread over it
+                raise RuntimeError(f"the average of {name} has the shape {tuple(state[name].shape)}")
             value.copy_(state[name])

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hvd_ddp.config import TrainConfig
+
+# What torch's own optimizers keep of a parameter.
+STATE: dict[type[Optimizer], set[str]] = {SGD: {"momentum_buffer"}, Adam: {"step", "exp_avg", "exp_avg_sq"}}
+NO_MATHEMATICS = {"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}  # lr is set before each step
 
 
 def build(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -19,6 +24,38 @@ def build(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
     if config.optimizer == "adam":
         return Adam(trained, lr=config.lr, weight_decay=config.weight_decay)
     return AdamW(trained, lr=config.lr, weight_decay=config.weight_decay)
+
+
+def load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Take the state of each parameter from what `state_dict` gave. Raises ValueError where it is another optimizer's.
+
+    torch's own looks at numbers of parameters alone, and what does not fit shows within a later step, if at all.
+    """
+    own = optimizer.state_dict()["param_groups"]
+    if len(own) != len(saved["param_groups"]):
+        raise ValueError(f"the optimizer has {len(own)} groups of parameters, not {len(saved['param_groups'])}")
+    for mine, theirs in zip(own, saved["param_groups"], strict=True):
+        for name in (mine.keys() & theirs.keys()) - NO_MATHEMATICS:
+            if mine[name] != theirs[name]:
+                raise ValueError(f"the optimizer has another `{name}`")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    wanted = next((names for kind, names in STATE.items() if isinstance(optimizer, kind)), None)
+    for index, entry in saved["state"].items():
+        if not 0 <= index < len(parameters) or (wanted is not None and not wanted <= entry.keys()):
+            raise ValueError(f"the optimizer has no state {sorted(entry)[:8]} of a parameter {index}")
+        for name, value in entry.items():
+            if isinstance(value, Tensor):
+                _check_state(name, value, parameters[index])
+            elif value is not None or name == "step":
+                raise ValueError(f"`{name}` of the optimizer is a {type(value).__name__}")
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": own})
+
+
+def _check_state(name: str, value: Tensor, parameter: Tensor) -> None:
+    if value.shape not in ((), parameter.shape) or (name == "step" and value.ndim):
+        raise ValueError(f"`{name}` of the optimizer has the shape {tuple(value.shape)}, not {tuple(parameter.shape)}")
+    if not value.is_floating_point() or (name == "step" and not 0 <= value < 2**53):
+        raise ValueError(f"`{name}` of the optimizer has values that it can't have")
 
 
 def learning_rate(config: TrainConfig, update: int, *, total: int, steps_per_epoch: int, drops: int) -> float:

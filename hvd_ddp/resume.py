@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hvd_ddp import checkpoint
 from hvd_ddp.backends.base import Backend
 from hvd_ddp.config import TrainConfig, may_change
@@ -17,7 +15,11 @@ from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch
 from hvd_ddp.lock import read_json
 from hvd_ddp.optim import depends_on_length
+from hvd_ddp.outside import from_yaml, read
+from hvd_ddp.state import check_state, is_config
 
+MOST_RESTARTS = 1 << 31  # more are none: somebody has edited the summary
+LONGEST = 300  # characters that an error quotes of a file
 LOOKS, LOOK_AGAIN = 18, 2.0  # seconds; NFS remembers a directory for 30 s
 
 
@@ -37,14 +39,17 @@ def default_directory(config: TrainConfig, launch: Launch) -> Path:
     if config.run_dir is not None:
         return config.run_dir
     if launch.scheduler_job is not None:
-        return Path("runs") / f"job-{launch.scheduler_job}"
+        return Path("runs") / f"job-{launch.scheduler_job.replace('/', '-')}"
     names = f"{config.data}-{config.model}".replace(":", "-").replace("/", "-")
     return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{names}"
 
 
 def has_checkpoints(config: TrainConfig, launch: Launch) -> bool:
     """Whether this start goes on from a checkpoint, if it goes on at all."""
-    own = checkpoint.found(default_directory(config, launch) / "checkpoints")
+    try:
+        own = checkpoint.found(default_directory(config, launch) / "checkpoints")
+    except OSError:  # the start is refused later, with more words
+        own = []
     return bool(own) or config.resume not in ("auto", "never")
 
 
@@ -81,7 +86,8 @@ def plan(config: TrainConfig, directory: Path, *, total_steps: int, num_samples:
     Raises HvdDDPError where the directory holds a run that this configuration can't go on with.
     """
     summary = read_json(directory / "summary.json")
-    restart = summary["restart"] + 1 if isinstance(summary.get("restart"), int) else 0
+    before = summary.get("restart")
+    restart = before + 1 if isinstance(before, int) and 0 <= before < MOST_RESTARTS else 0
     existing = checkpoint.found(directory / "checkpoints")
     started = bool(existing or summary or (directory / "config.yaml").exists())
     if config.resume == "never" and started:
@@ -133,6 +139,7 @@ def _may_go_on(
 ) -> None:
     if not {"model", "optimizer", "progress", "config", "total_steps", "data"} <= state.keys():
         raise HvdDDPError(f"`{origin}` is no checkpoint of a run. To take its weights alone, use --init.")
+    check_state(state, origin)
     _same_run(config, state["config"], f"Checkpoint `{origin}`")
     if state["data"]["num_samples"] != num_samples:
         raise HvdDDPError(
@@ -157,16 +164,17 @@ def _same_run(config: TrainConfig, saved: dict[str, Any], origin: str) -> None:
     for name, value in config.to_dict().items():
         if not may_change(name) and name in saved and saved[name] != value:
             flag, before = name.replace("_", "-"), saved[name]
-            remedy = f"--{flag} {before}" if not isinstance(before, bool) else f"--{flag}" if before else f"--no-{flag}"
+            text = str(before)[:LONGEST]
+            remedy = f"--{flag} {text}" if not isinstance(before, bool) else f"--{flag}" if before else f"--no-{flag}"
             raise HvdDDPError(
-                f"{origin} was written with {name} `{saved[name]}`, this run has `{value}`: it would not be the same "
+                f"{origin} was written with {name} `{text}`, this run has `{value}`: it would not be the same "
                 f"training any more. Use {remedy}, or another --run-dir."
             )
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        value = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError):
+        value = from_yaml(read(path))
+    except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
+    return value if is_config(value) else {}  # aliases make lists that nobody lives to see printed

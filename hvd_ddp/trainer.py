@@ -25,7 +25,7 @@ from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.evaluation import evaluate
 from hvd_ddp.metrics import Interval
 from hvd_ddp.models import left_alone
-from hvd_ddp.optim import clip, learning_rate
+from hvd_ddp.optim import clip, learning_rate, load
 from hvd_ddp.precision import Precision
 from hvd_ddp.replicas import check_replicas
 from hvd_ddp.run import Run
@@ -209,9 +209,9 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()` of any number of ranks and any backend."""
-        self.model.load_state_dict(state["model"])
+        self.model.load_state_dict(dict(state["model"]))  # without what torch keeps beside it
         self.average.load_state_dict(state.get("ema", {}))
-        self.optimizer.load_state_dict(state["optimizer"])
+        load(self.optimizer, state["optimizer"])
         self.precision.scaler.load_state_dict(state["scaler"])
         self.decisions = Decisions(**state.get("decisions", {}))
         progress = state["progress"]
@@ -260,7 +260,7 @@ class Trainer:
         try:
             with self.pulse.long_work("reading the checkpoint"):
                 self.load_state_dict(checkpoint.parse(run.checkpoint_bytes(), origin))
-        except (RuntimeError, ValueError, KeyError) as error:
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise HvdDDPError(
                 f"Checkpoint `{origin}` does not fit --model {self.config.model} any more: "
                 f"{' '.join(str(error).split())[:300]}. Use the code that wrote it, or another --run-dir."
