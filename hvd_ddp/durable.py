@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from pathlib import Path
 
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
@@ -40,18 +41,31 @@ def overwrite(path: Path, data: bytes) -> None:
 
     Not whole or not at all: for a small file whose old content would be worse than none.
     """
-    with path.open("r+b") as file:
+    with os.fdopen(open_own(path, os.O_WRONLY), "wb") as file:
         file.write(data)
         file.truncate()
         file.flush()
         os.fsync(file.fileno())
 
 
+def open_own(path: Path, flags: int) -> int:
+    """The descriptor of a regular file, to be written with `flags` of os.open. Raises OSError.
+
+    Also where it is a link, by which another could let us write elsewhere, or a pipe, which would let us wait.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return descriptor
+
+
 def remove_temporaries(folder: Path) -> None:
     """Delete what writers left that were killed in `replace_file`; only while no other can be at work there."""
     for stale in folder.glob("*.*.tmp"):
         if not stale.name.startswith("lock."):  # of one who waits for its turn
-            stale.unlink(missing_ok=True)
+            with contextlib.suppress(IsADirectoryError):  # no writer's
+                stale.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

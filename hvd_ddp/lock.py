@@ -18,9 +18,11 @@ import psutil
 
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch
+from hvd_ddp.outside import from_json, read
 
 BEAT = 5.0  # seconds between two signs of life
 FRESH = 1.0  # seconds for which one look at the lock is enough, for small writes
+LONGEST = 100  # characters that an error quotes of each fact in the file
 CLOCK_STEP = 5.0  # seconds; no process number comes round in that time
 
 
@@ -65,10 +67,11 @@ class Lock:
                 # The kernel counts from boot, and the time of boot moves when the clock is set.
                 created: float = psutil.Process(int(holder["pid"])).create_time()
                 return abs(created - float(holder["created"])) < CLOCK_STEP
-            except (psutil.Error, KeyError, TypeError, ValueError):
+            except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):
                 return False
         same_job = self.holder["job"] is not None and holder.get("job") == self.holder["job"]
-        if same_job and int(holder.get("restart", 0)) < self._launch.scheduler_restart:
+        restart = holder.get("restart", 0)
+        if same_job and (not isinstance(restart, int) or restart < self._launch.scheduler_restart):
             return False
         try:
             return now - self._path.stat().st_mtime < max(self._timeout, 3 * BEAT)
@@ -114,7 +117,7 @@ class Lock:
         if not now and abs(time.time() - self._looked) < FRESH:
             return
         try:
-            found = json.loads(self._path.read_text())
+            found = from_json(read(self._path))
         except ValueError:
             found = {}
         except FileNotFoundError:
@@ -122,7 +125,8 @@ class Lock:
                 raise  # the whole directory is gone: perhaps its disk comes back
             found = {}
         if found != self.holder:
-            who = f"has been taken over by {_name(found)}" if found else f"has lost its `{self._path.name}`"
+            taken = isinstance(found, dict) and found
+            who = f"has been taken over by {_name(found)}" if taken else f"has lost its `{self._path.name}`"
             raise HvdDDPError(
                 f"`{self._path.parent}` {who}: this start does not hold it any more, ends here and writes nothing. "
                 "If no other job goes on there, give the same command again."
@@ -141,8 +145,8 @@ class Lock:
 
 
 def _name(holder: dict[str, Any]) -> str:
-    job = f", job {holder['job']}" if holder.get("job") else ""
-    return f"process {holder.get('pid')} on {holder.get('host')}{job}"
+    pid, host, job = (str(holder.get(name) or "")[:LONGEST] for name in ("pid", "host", "job"))
+    return f"process {pid} on {host}" + (f", job {job}" if job else "")
 
 
 def _process_numbers() -> int:
@@ -168,7 +172,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in the file, or an empty one where there is none."""
     try:
-        value = json.loads(path.read_text())
+        value = from_json(read(path))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -13,8 +13,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Protocol
+
+from hvd_ddp.durable import open_own
 
 LOGGER = "hvd_ddp"
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
@@ -143,13 +146,13 @@ class Metrics:
 
     def _append(self, path: Path, data: bytes) -> None:
         """All or nothing, as far as the file system lets us; makes the file once only. Raises OSError."""
-        if not self._begun and path.exists() and not (path.read_bytes() or b"\n").endswith(b"\n"):
-            data = b"\n" + data  # the last start was killed within a line
-        flags = os.O_WRONLY | os.O_APPEND | (0 if self._made else os.O_CREAT)
-        self._begun = False
-        with open(os.open(path, flags, 0o666), "ab", buffering=0) as file:
+        flags = os.O_RDWR | os.O_APPEND | (0 if self._made else os.O_CREAT)
+        begun, self._begun = self._begun, False
+        with open(open_own(path, flags), "ab", buffering=0) as file:
             self._made = True  # if it is gone later, then with the disk that it was on
-            size = file.tell()
+            size = file.seek(0, os.SEEK_END)
+            if not begun and size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                data = b"\n" + data  # the last start was killed within a line
             if file.write(data) != len(data):
                 file.truncate(size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -161,6 +164,10 @@ def _plain(value: Any) -> Any:
 
 
 class _LogFile(logging.FileHandler):
+    def _open(self) -> TextIOWrapper:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        return open(open_own(Path(self.baseFilename), flags), "a", encoding="utf-8", errors="backslashreplace")
+
     def handleError(self, record: logging.LogRecord) -> None:
         """A full disk costs log lines; the console has them too."""
 

@@ -17,7 +17,7 @@ import yaml
 from hvd_ddp.backends.base import Backend
 from hvd_ddp.banner import banner, command_to_go_on, figures
 from hvd_ddp.config import TrainConfig
-from hvd_ddp.durable import overwrite, remove_temporaries, replace_file
+from hvd_ddp.durable import open_own, overwrite, remove_temporaries, replace_file
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.lock import Lock
 from hvd_ddp.log import Console, Metrics, console, log_to, stop_logging
@@ -85,7 +85,8 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         mine = folder / f".{self.backend.launch.rank}"
         try:
-            mine.write_text(json.dumps(record, indent=1) + "\n")
+            with open(open_own(mine, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+                file.write(json.dumps(record, indent=1) + "\n")
             os.link(mine, folder / ".first")  # there whole, or not at all; also on NFS
             os.rename(mine, folder / f"rank_{record['rank']:04d}.json")
         except FileExistsError:
@@ -99,7 +100,8 @@ class Run:
     def _write_stacks(self, dump: Callable[..., None]) -> None:
         """What every thread of this rank is doing: the others of a rank that stands still may tell why."""
         folder = self.directory / "failures" / str(self.start.restart)
-        with open(folder / f"rank_{self.backend.launch.rank:04d}.stacks", "w") as file:
+        path = folder / f"rank_{self.backend.launch.rank:04d}.stacks"
+        with open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
             dump(file=file, all_threads=True)
 
     def _give_up(self) -> None:
