@@ -6,9 +6,12 @@ import difflib
 import inspect
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,8 +149,7 @@ def _first_convolution(model: nn.Module, channels: int) -> None:
 def load_factory(option: str, name: str) -> Callable[..., Any]:
     """`module:factory`, importable from the working directory."""
     module_name, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    _look_here()
     try:
         factory = getattr(import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
@@ -157,3 +159,37 @@ def load_factory(option: str, name: str) -> Callable[..., Any]:
     if not callable(factory):
         raise HvdDDPError(f"{option} `{name}` is a {type(factory).__name__}, not a function. Name one.")
     return factory  # type: ignore[no-any-return]
+
+
+def is_own_code(name: str) -> bool:
+    """Whether `module:factory` is of the user's own files: neither of Python's library, nor installed, nor of hvd_ddp.
+
+    For names that a file brings: `os:system` is a factory as well. Raises HvdDDPError like `load_factory`.
+    """
+    _look_here()
+    if not _is_own(name.partition(":")[0]):
+        return False
+    factory = load_factory("the checkpoint's", name)
+    return _is_own(getattr(factory, "__module__", None) or "builtins")  # not what it has imported from elsewhere
+
+
+def _is_own(module: str) -> bool:
+    top = module.partition(".")[0]
+    try:
+        spec = find_spec(top)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or top == "hvd_ddp":
+        return False
+    places = [Path(place).resolve() for place in (spec.origin, *(spec.submodule_search_locations or ())) if place]
+    library = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return any(place.exists() for place in places) and not any(
+        place.is_relative_to(root) or {"site-packages", "dist-packages"} & {*place.parts}
+        for place in places
+        for root in library
+    )
+
+
+def _look_here() -> None:
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())

@@ -46,10 +46,7 @@ def default_directory(config: TrainConfig, launch: Launch) -> Path:
 
 def has_checkpoints(config: TrainConfig, launch: Launch) -> bool:
     """Whether this start goes on from a checkpoint, if it goes on at all."""
-    try:
-        own = checkpoint.found(default_directory(config, launch) / "checkpoints")
-    except OSError:  # the start is refused later, with more words
-        own = []
+    own = _seen(default_directory(config, launch))
     return bool(own) or config.resume not in ("auto", "never")
 
 

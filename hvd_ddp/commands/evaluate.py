@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from hvd_ddp.config import BackendName, DeviceName, Precision, TrainConfig, Tran
 from hvd_ddp.errors import FINISHED, HvdDDPError
 from hvd_ddp.job.launch import detect
 from hvd_ddp.job.spawn import spawn, wants_ranks
+
+NEEDED = ("data", "data_dir", "model", "precision", "seed", "skip_bad", "workers")  # of the training's options
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Options:
     """Data set. None: the one that it was trained on."""
     data_dir: Path | None = None
     """Folder of the data set's files. None: as in training."""
+    model: str | None = None
+    """Model. None: the one that was trained."""
     precision: Precision | None = None
     """None: as in training."""
     backend: BackendName = TrainConfig.backend
@@ -101,6 +104,7 @@ def _evaluate(options: Options, backend: Any) -> dict[str, float]:
 
 def _read(options: Options) -> bytes:
     from hvd_ddp import assemble, checkpoint
+    from hvd_ddp.state import is_decisions
 
     path = options.checkpoint
     if not path.is_dir():
@@ -113,7 +117,8 @@ def _read(options: Options) -> bytes:
     if newest is None:
         raise HvdDDPError(f"`{path}` has no whole checkpoint. {' '.join(passed_over)} Give another run or a file.")
     if options.best:
-        best = checkpoint.parse(data, str(newest)).get("decisions", {}).get("best")
+        decisions = checkpoint.parse(data, str(newest)).get("decisions")
+        best = decisions.get("best") if isinstance(decisions, dict) and is_decisions(decisions) else None
         if best is None:
             raise HvdDDPError(f"`{path}` has no best checkpoint: nothing has been evaluated. Leave --best out.")
         return checkpoint.verified(checkpoint.of_step(path / "checkpoints", best["step"]))
@@ -121,18 +126,34 @@ def _read(options: Options) -> bytes:
 
 
 def _config(options: Options, state: dict[str, Any], origin: str) -> TrainConfig:
-    """The configuration of the training, with what is asked for here in its place."""
-    if not isinstance(state.get("config"), dict):
+    """What of the training's configuration an evaluation needs, with what is asked for here in its place."""
+    from hvd_ddp.state import is_config
+
+    if not is_config(state.get("config")):
         raise HvdDDPError(f"`{origin}` is no checkpoint of a run: it has no configuration. Give one that train wrote.")
-    fields = {field.name for field in dataclasses.fields(TrainConfig)}
-    values = {name: value for name, value in state["config"].items() if name in fields}
-    for name in ("data", "data_dir", "precision"):
+    values = {name: state["config"][name] for name in NEEDED if name in state["config"]}
+    for name in ("data", "data_dir", "model", "precision"):
         if getattr(options, name) is not None:
             values[name] = getattr(options, name)
-    values["init"] = values["stage"] = None
-    if values.get("data_dir") is not None:
-        values["data_dir"] = Path(values["data_dir"])
-    return TrainConfig(**values)
+        elif name in ("data", "model"):
+            _refuse_code(name, values.get(name), origin)
+    try:
+        return TrainConfig.from_dict(values)
+    except ValueError as error:
+        raise HvdDDPError(f"`{origin}` has a configuration that train can't have written: {error}") from error
+
+
+def _refuse_code(option: str, name: Any, origin: str) -> None:
+    """Raise HvdDDPError where a checkpoint, which may be anybody's, names code to run that is not the user's own."""
+    from hvd_ddp.models import is_own_code
+
+    if not isinstance(name, str) or ":" not in name or name.startswith(("image_folder:", "synthetic:")):
+        return
+    if not is_own_code(name):
+        raise HvdDDPError(
+            f"`{origin}` names `{name[:100]}` as its {option}, which is not among your own files: whoever wrote the "
+            f"checkpoint would have it run here. If that is what you want, say so: --{option} {name[:100]}."
+        )
 
 
 def _text(options: Options, results: dict[str, float]) -> str:
