@@ -60,7 +60,7 @@ def _list(options: List) -> int:
     if options.data_dir is not None:
         for path in sorted(options.data_dir.glob("*.packed")):
             manifest = packed.read_manifest(path) or {}
-            print(f"{path}: {manifest['name']}, packed")
+            print(f"{path}: {manifest.get('name')}, packed")
     return FINISHED
 
 

@@ -164,7 +164,7 @@ def _is_staged(target: Path, origin: dict[str, Any] | None, sources: packed.Sour
     """Whether what an earlier start brought there is whole and still the same data."""
     try:
         manifest = packed.read_manifest(target)
-        if manifest is None or (manifest["sources"] != sources if origin is None else manifest != origin):
+        if manifest is None or (manifest.get("sources") != sources if origin is None else manifest != origin):
             return False
         packed.verify(target)
     except DamagedPackError as error:

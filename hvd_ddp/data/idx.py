@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.outside import open_regular
 
 Kind = Literal["labels", "images"]
 _NUM_DIMENSIONS: dict[Kind, int] = {"labels": 1, "images": 3}
@@ -32,7 +33,7 @@ def read_idx(path: Path, kind: Kind) -> NDArray[np.uint8]:
     is not exactly what its header says; memory is only taken for what the file can really hold.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             capacity = os.fstat(file.fileno()).st_size
             compressed = file.read(2) == b"\x1f\x8b"
             file.seek(0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import math
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ from hvd_ddp.data.hashing import uniform
 from hvd_ddp.data.packed import Progress
 from hvd_ddp.data.source import Source
 from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.outside import from_json, open_regular
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -27,12 +30,15 @@ if TYPE_CHECKING:
 DEFAULT_SIZE = 224
 MOST = 4096  # pixels a side
 ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+# What those are: Pillow tells by the content, and would start Ghostscript for a PostScript file of any name.
+FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
 PARTS = ("train", "val")
 # Of ImageNet's pictures, as torchvision's models use them, in pixel units.
 MEAN = tuple(255 * value for value in (0.485, 0.456, 0.406))
 STD = tuple(255 * value for value in (0.229, 0.224, 0.225))
 _LISTERS = 16  # threads: on a parallel file system listing a folder is mostly waiting
 _TRIES = 10
+_OUTWARDS = re.compile(rb"(?:^|\0)/|(?:^|[\0/])\.\.(?:[\0/]|$)")
 SHOWN = 5  # of the pictures that can't be read
 
 
@@ -90,7 +96,7 @@ class Pictures:
 
         path = self.path(index)
         try:
-            with Image.open(path) as picture:
+            with open_regular(path) as file, Image.open(file, formats=FORMATS) as picture:
                 box, mirrored = random_box(*picture.size, number) if augment else (middle_box(*picture.size), False)
                 pixels = self._crop(picture, box)
         except Exception as error:  # Pillow's decoders raise whatever comes to them
@@ -186,10 +192,15 @@ def _classes(folder: Path) -> list[str]:
 
 def _pictures(folder: Path) -> list[str]:
     """Names below the folder of one class, sorted. Raises HvdDDPError if there are none."""
-    found = []
-    for root, _, files in os.walk(folder):
-        below = os.path.relpath(root, folder)
-        found += [os.path.normpath(os.path.join(below, file)) for file in files if file.lower().endswith(ENDINGS)]
+    found, left = [], [""]
+    while left:
+        below = left.pop()
+        with contextlib.suppress(OSError), os.scandir(folder / below) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    left.append(os.path.join(below, entry.name))
+                elif entry.name.lower().endswith(ENDINGS) and entry.is_file():  # or a link to one; no pipe
+                    found.append(os.path.join(below, entry.name))
     if not found:
         raise HvdDDPError(
             f"`{folder}` has no picture ({', '.join(ENDINGS)}): nobody can learn that class. Fill or remove the folder."
@@ -200,7 +211,7 @@ def _pictures(folder: Path) -> list[str]:
 def _open(name: str, size: int, data_dir: Path | None, found: bytes) -> Data:
     assert data_dir is not None
     header, _, names = found.partition(b"\n")
-    facts: dict[str, Any] = json.loads(header)
+    facts = _facts(header, names, data_dir)
     num_classes = len(facts["classes"])
     parts, rest = [], names
     for part, counts in zip(PARTS, facts["counts"], strict=True):
@@ -208,6 +219,20 @@ def _open(name: str, size: int, data_dir: Path | None, found: bytes) -> Data:
         here, rest = _split(rest, len(targets))
         parts.append(Pictures(data_dir / part, here, targets, size))
     return Data(name, parts[0], parts[1], num_classes, MEAN, STD)
+
+
+def _facts(header: bytes, names: bytes, data_dir: Path) -> dict[str, Any]:
+    """The line of JSON, if it fits the names and these stay within the folder: it may have come over the network."""
+    try:
+        facts: dict[str, Any] = from_json(header)
+        counts = facts["counts"]
+        assert len(facts["classes"]) > 0 and len(counts) == len(PARTS)
+        assert all(len(row) == len(facts["classes"]) and all(type(n) is int and n >= 0 for n in row) for row in counts)
+        assert sum(map(sum, counts)) == names.count(b"\0") and all(map(sum, counts))
+        assert (not names or names.endswith(b"\0")) and not _OUTWARDS.search(names)
+    except (AssertionError, ValueError, LookupError, TypeError) as error:
+        raise HvdDDPError(f"What rank 0 has found in `{data_dir}` makes no sense on this rank. Start again.") from error
+    return facts
 
 
 def _verify(data: Data, progress: Progress) -> None:

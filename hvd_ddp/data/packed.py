@@ -22,6 +22,7 @@ from hvd_ddp.data.arrays import ArrayDataset, Data, check_targets
 from hvd_ddp.data.folder import new_folder
 from hvd_ddp.durable import write_new
 from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.outside import from_json, open_regular, read
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -55,7 +56,7 @@ def path_of(name: str, directory: Path) -> Path:
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """The manifest of the packed folder; None if there is no such folder. Raises DamagedPackError."""
     try:
-        content = (path / MANIFEST).read_bytes()
+        content = read(path / MANIFEST)
     except FileNotFoundError:
         if path.exists():
             raise DamagedPackError(path, f"has no `{MANIFEST}`") from None
@@ -63,11 +64,13 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise DamagedPackError(path, f"can't be read ({error.strerror})") from error
     try:
-        manifest = json.loads(content)
+        manifest = from_json(content)
         if manifest["format"] != FORMAT:
             raise DamagedPackError(path, f"has the format `{manifest['format']}`, this version reads `{FORMAT}`")
         arrays = manifest["arrays"]
-        if set(arrays) != set(ARRAYS) or not all({"bytes", "sha256"} <= entry.keys() for entry in arrays.values()):
+        if set(arrays) != set(ARRAYS) or not all(type(arrays[name]["bytes"]) is int for name in ARRAYS):
+            raise ValueError
+        if not all(isinstance(arrays[name]["sha256"], str) for name in ARRAYS):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DamagedPackError(path, f"has a `{MANIFEST}` that is none") from None
@@ -91,22 +94,30 @@ def load(path: Path, name: str) -> Data | None:
         data = Data(name, train, evaluation, num_classes, mean, std)
         for part in (train, evaluation):
             check_targets(name, part, num_classes)
-        if not len(mean) == len(std) == data.num_channels or not all(value > 0 for value in std):
+        if not len(mean) == len(std) == data.num_channels or not all(map(_is_number, (*mean, *std))) or min(std) <= 0:
             raise ValueError("mean and std do not fit the images")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DamagedPackError(path, f"does not fit together ({error})") from error
     return data
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and -1e30 < value < 1e30
 
 
 def _map(path: Path, array: str, entry: dict[str, Any]) -> NDArray[Any]:
     file = path / f"{array}.npy"
     try:
-        size = file.stat().st_size
+        with open_regular(file) as opened:  # no pipe, which the next would wait for
+            size = os.fstat(opened.fileno()).st_size
         if size != entry["bytes"]:
             raise DamagedPackError(path, f"has `{size}` bytes in `{file.name}`, not `{entry['bytes']}`")
         mapped: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DamagedPackError(path, f"has a `{file.name}` that can't be read ({error})") from error
+    except DamagedPackError:
+        raise
+    except Exception as error:  # numpy's reader of headers raises what the text leads to: SyntaxError, TokenError, ...
+        said = f"{type(error).__name__}: {error}"[:300]
+        raise DamagedPackError(path, f"has a `{file.name}` that can't be read ({said})") from error
     if [str(mapped.dtype), list(mapped.shape)] != [entry.get("dtype"), entry.get("shape")]:
         raise DamagedPackError(
             path,
@@ -135,7 +146,7 @@ def verify(path: Path, progress: Progress = silent) -> None:
 
 def _pieces(path: Path, file: Path) -> Iterator[bytes]:
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             while piece := stream.read(PIECE):
                 yield piece
     except OSError as error:
