@@ -16,6 +16,7 @@ from typing import Protocol
 
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch
+from hvd_ddp.outside import from_json, read
 
 
 class Channel(Protocol):
@@ -39,9 +40,9 @@ def write_card(addresses: Sequence[tuple[str, int]], token: bytes) -> bytes:
 def read_card(card: bytes | None) -> tuple[list[tuple[str, int]], bytes] | None:
     """What `write_card` was given; None for what is no card (of a full disk, of another version): look again."""
     try:
-        content = json.loads(card or b"")
+        content = from_json(card or b"")
         return [(str(host), int(port)) for host, port in content["addresses"]], bytes.fromhex(content["token"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
@@ -147,7 +148,7 @@ class FileChannel:
         with contextlib.suppress(OSError):
             os.listdir(self._path.parent)  # makes NFS look again instead of remembering that there was no file
             if self._path.stat().st_uid == os.getuid():  # nobody else's address
-                return self._path.read_bytes()
+                return read(self._path)
         return None
 
     def withdraw(self) -> None:

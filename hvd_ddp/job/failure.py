@@ -48,6 +48,25 @@ def interrupted(launch: Launch, place: Place) -> Record:
     return record(launch, launch.rank, place, "interrupted", exit_code=INTERRUPTED)
 
 
+def check_report(report: Any, rank: int) -> Record:
+    """What a rank tells of its own failure; ValueError for anything else."""
+    kinds = {"rank": int, "host": str, "phase": str, "step": int, "exception": str, "traceback": str, "time": float,
+             "exit_code": int}  # fmt: skip
+    if not isinstance(report, dict) or any(type(report.get(name)) is not kind for name, kind in kinds.items()):
+        raise ValueError("no failure")
+    if report["rank"] != rank or not 0 <= report["exit_code"] < 256:
+        raise ValueError("not of this rank")
+    return {name: report[name] for name in kinds} | {"consequence": bool(report.get("consequence"))}
+
+
+def check_verdict(verdict: Any, world_size: int) -> Record:
+    """What rank 0 tells of the failure that ends the job; ValueError for anything else."""
+    numbers = [(verdict.get("rank"), world_size), (verdict.get("exit_code"), 256)] if isinstance(verdict, dict) else []
+    if not numbers or not all(type(value) is int and 0 <= value < most for value, most in numbers):
+        raise ValueError("no verdict")
+    return {"still": False, "kill": False, **verdict}
+
+
 def say(known: Record, *, several: bool) -> None:
     """Print one failure, as the last thing that the job says."""
     where = ""

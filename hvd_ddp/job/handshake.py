@@ -14,12 +14,16 @@ import secrets
 import socket
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from hvd_ddp.outside import from_json
 
 NONCE, MAC, LENGTH = 16, 32, 4  # bytes
 GREETING = NONCE + MAC
 LARGEST_HELLO, LARGEST_ANSWER = 1 << 14, 1 << 22  # bytes
+MOST_DOORS = 64  # addresses of one host
+MOST = 1 << 31  # ranks, cores, numbers of processes
 LAST_WORDS = 30.0  # seconds that a job which can't train waits for ranks that are still to come, to tell them
 HANDSHAKE = 10.0  # seconds in which a peer that has connected must have shown the token
 
@@ -29,7 +33,7 @@ class Connection:
     """A socket to a peer that knows the job's token."""
 
     socket: socket.socket
-    token: bytes
+    token: bytes = field(repr=False)  # not for logs
     nonce: bytes
 
     def seal(self, kind: bytes, body: bytes) -> bytes:
@@ -85,11 +89,11 @@ class Guests:
     async def _greet(self, connection: socket.socket) -> None:
         nonce = secrets.token_bytes(NONCE)
         try:
-            hello = json.loads(await asyncio.wait_for(self._hello(connection, nonce), HANDSHAKE))
-            rank, fits = int(hello["rank"]), hello["world_size"] == self._world_size
+            hello = check_hello(from_json(await asyncio.wait_for(self._hello(connection, nonce), HANDSHAKE)))
+            rank, fits = hello["rank"], hello["world_size"] == self._world_size
             if rank < 1 or rank in self.hellos or (fits and rank >= self._world_size):
                 raise ValueError(f"rank {rank} is not awaited")
-        except (OSError, ValueError, KeyError, TypeError, asyncio.TimeoutError, EOFError):
+        except (OSError, ValueError, asyncio.TimeoutError, EOFError):
             connection.close()  # a stranger, or a peer that will try again
             return
         self._connections.append((hello, Connection(connection, self._token, nonce)))
@@ -150,10 +154,10 @@ def visit(
     doors: list[tuple[str, int]], token: bytes, hello: dict[str, Any], deadline: float
 ) -> tuple[dict[str, Any], Connection] | None:
     """Knock at rank 0's addresses; None when nobody there knows our token (a stale card: look again)."""
-    for door in doors:
+    for door in doors[:MOST_DOORS]:
         try:
             connection = socket.create_connection(door, timeout=5)
-        except OSError:
+        except (OSError, ValueError, OverflowError):  # the last two: of a name or port that can be none
             continue
         try:
             peer, answer = _talk(connection, token, hello, deadline)
@@ -164,23 +168,41 @@ def visit(
     return None
 
 
+def check_hello(hello: Any) -> dict[str, Any]:
+    """What a rank says of itself; ValueError if it is none: of another version, or worse."""
+    numbers = ("rank", "world_size", "cores", "node_rank")
+    try:
+        number, began = hello["process"]
+        known = [hello[name] for name in numbers if name != "node_rank" or hello[name] is not None]
+        fits = all(type(value) is int and 0 <= value < MOST for value in (number, *known)) and hello["cores"] > 0
+        fits = fits and isinstance(began, int | float) and isinstance(hello["error"], str | None)
+        fits = fits and isinstance(hello["host"], str) and hello["host"].isprintable()
+    except (KeyError, TypeError) as error:
+        raise ValueError("not what a rank says") from error
+    if not fits:
+        raise ValueError("not what a rank says")
+    return hello  # type: ignore[no-any-return]
+
+
 def _talk(
     connection: socket.socket, token: bytes, hello: dict[str, Any], deadline: float
 ) -> tuple[Connection, dict[str, Any]]:
     body = json.dumps(hello).encode()
     connection.settimeout(HANDSHAKE)
-    greeting = _read(connection, GREETING)
+    greeting = _read(connection, GREETING, time.monotonic() + HANDSHAKE)
     peer = Connection(connection, token, greeting[:NONCE])
     if not hmac.compare_digest(greeting[NONCE:], peer.seal(b"rank 0", b"")):
         raise ValueError("of a stale card: another program has the port by now, and would let us wait")
     connection.sendall(peer.seal(b"hello", body) + struct.pack("!I", len(body)) + body)
-    connection.settimeout(max(0.1, deadline + HANDSHAKE - time.monotonic()))
-    head = _read(connection, MAC + LENGTH)
+    head = _read(connection, MAC + LENGTH, deadline + HANDSHAKE)
     (size,) = struct.unpack("!I", head[MAC:])
-    answer = _read(connection, size) if size <= LARGEST_ANSWER else b""
+    answer = _read(connection, size, deadline + HANDSHAKE) if size <= LARGEST_ANSWER else b""
     if not hmac.compare_digest(head[:MAC], peer.seal(b"answer", answer)):
         raise ValueError("not from rank 0")
-    return peer, json.loads(answer)
+    message = from_json(answer)
+    if not isinstance(message, dict):
+        raise ValueError("of another version")
+    return peer, message
 
 
 def seal(token: bytes, nonce: bytes, kind: bytes, body: bytes) -> bytes:
@@ -198,9 +220,13 @@ async def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
+def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
+    """All of it by then, however slowly it drips."""
     data = b""
     while len(data) < size:
+        connection.settimeout(max(0.1, deadline - time.monotonic()))
+        if data and time.monotonic() > deadline:
+            raise TimeoutError
         piece = connection.recv(size - len(data))
         if not piece:
             raise EOFError

@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 import psutil
 
 from hvd_ddp.errors import FAILED
-from hvd_ddp.job.failure import GONE, Record, interrupted, record, record_of, say, silent
+from hvd_ddp.job.failure import GONE, Record, check_verdict, interrupted, record, record_of, say, silent
 from hvd_ddp.job.judge import GRACE, PARTING, Judge
-from hvd_ddp.job.line import Line
+from hvd_ddp.job.line import Line, told, told_number
 from hvd_ddp.job.network import has_link
 from hvd_ddp.job.pulse import Place
 from hvd_ddp.job.rendezvous import Meeting
@@ -61,8 +61,8 @@ class _Health:
             "beat": self._hear,
             "verdict": lambda _, verdict: self._end(verdict),
             "go": lambda *_: self._go(),
-            "stop": lambda _, order: self.line.tell_main("aware", meeting.stop.ordered(Order(**order))),
-            "stop after": lambda _, step: meeting.stop.decided(step),
+            "stop": lambda _, order: self.line.tell_main("aware", meeting.stop.ordered(told(Order, order))),
+            "stop after": lambda _, step: meeting.stop.decided(told_number(step)),
         }
         self.line.on_beat, self.line.on_lost = self._tick, self._lost
         self.judge: Judge | None = None
@@ -123,9 +123,9 @@ class _Health:
 
     def _hear(self, rank: int, place: dict[str, Any]) -> None:
         if self.judge is not None:
-            self.judge.hear(rank, Place(**place))
+            self.judge.hear(rank, told(Place, place))
         else:
-            self._rank_0 = Place(**place)
+            self._rank_0 = told(Place, place)
 
     def _lost(self, rank: int) -> None:
         if self.judge is not None:
@@ -164,7 +164,7 @@ class _Health:
 
     def _end(self, verdict: Record) -> None:
         """The job ends here: leave when all know, for mpirun kills the others 0.5 s after the first has left."""
-        self._verdict = verdict
+        self._verdict = verdict = check_verdict(verdict, self.launch.world_size)
         if verdict["still"]:
             _within(WRITING, lambda: self.meeting.write_stacks(faulthandler.dump_traceback))
         if verdict["kill"]:

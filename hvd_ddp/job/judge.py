@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hvd_ddp.job.failure import GONE, Record, names, record, silent
+from hvd_ddp.job.failure import GONE, Record, check_report, names, record, silent
 from hvd_ddp.job.launch import Launch
 from hvd_ddp.job.line import Line
 from hvd_ddp.job.pulse import Place
@@ -42,7 +42,7 @@ class Judge:
         self._here: set[int] = set()  # at the end, or knows of the verdict
         self._gone: set[int] = set()
         self._judged = False
-        line.on |= {"failure": lambda _, report: self._report(report), "here": self._arrive}
+        line.on |= {"failure": lambda rank, report: self._report(check_report(report, rank)), "here": self._arrive}
 
     def hear(self, rank: int, place: Place) -> None:
         """A rank's heartbeat."""

@@ -15,14 +15,31 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from hvd_ddp.job.handshake import LENGTH, MAC, Connection
+from hvd_ddp.outside import from_json
 
 LARGEST_MESSAGE = 1 << 20  # bytes
 LARGEST_BACKLOG = 1 << 22  # bytes that may wait for a peer which does not read
 
-Handler = Callable[[int, Any], None]  # (rank that says it, value)
+Handler = Callable[[int, Any], None]  # (rank that says it, value); ValueError: who says such a thing is hung up on
+T = TypeVar("T")
+
+
+def told(kind: type[T], value: Any) -> T:
+    """The dataclass of plain types that a message carries as a dict. Raises ValueError for anything else."""
+    types = get_type_hints(kind)
+    if not isinstance(value, dict) or {name: type(each) for name, each in value.items()} != types:
+        raise ValueError(f"no {kind.__name__}")
+    return kind(**value)
+
+
+def told_number(value: Any) -> int:
+    """The whole number that a message carries. Raises ValueError for anything else."""
+    if type(value) is not int:
+        raise ValueError("no number")
+    return value
 
 
 class Line:
@@ -143,8 +160,10 @@ class _Peer:
         self._heard += 1
         if not hmac.compare_digest(head[:MAC], self._seal(self._directions[1], self._heard, body)):
             raise ValueError("not sealed with the job's token")
-        kind, value = json.loads(body)
-        return str(kind), value
+        message = from_json(body)
+        if not isinstance(message, list) or len(message) != 2 or not isinstance(message[0], str):
+            raise ValueError("no message")
+        return message[0], message[1]
 
     def _seal(self, direction: bytes, number: int, body: bytes) -> bytes:
         return self._connection.seal(b"line %s %d" % (direction, number), body)

@@ -22,7 +22,7 @@ import psutil
 
 from hvd_ddp.errors import HvdDDPError, RankFailedError, RankZeroMissingError
 from hvd_ddp.job.channels import Channel, channel_for, read_card, write_card
-from hvd_ddp.job.handshake import Connection, Guests, visit
+from hvd_ddp.job.handshake import Connection, Guests, check_hello, visit
 from hvd_ddp.job.launch import Launch
 from hvd_ddp.job.network import LOOPBACK, addresses, interface_of, listen, serve_store, source_address, store_client
 from hvd_ddp.job.pulse import Pulse
@@ -163,6 +163,20 @@ def _problem(hellos: list[dict[str, Any]], missing: list[int], launch: Launch) -
     return None
 
 
+def _facts(message: dict[str, Any], launch: Launch) -> tuple[list[dict[str, Any]], tuple[str, int]]:
+    """What all ranks said, and where the store is. Raises HvdDDPError for an answer that is none."""
+    try:
+        peers, (address, port) = [check_hello(peer) for peer in message["peers"]], message["store"]
+        assert [peer["rank"] for peer in peers] == [*range(launch.world_size)]
+        assert isinstance(address, str) and type(port) is int and 0 < port < 1 << 16
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise HvdDDPError(
+            f"Rank 0 answers rank {launch.rank} what this version of hvd_ddp does not understand. Install the same one "
+            "on each host."
+        ) from error
+    return peers, (address, port)
+
+
 def _join(launch: Launch, channel: Channel, *, hello: dict[str, Any], deadline: float) -> Meeting:
     while time.monotonic() < deadline:
         card = read_card(channel.card())
@@ -172,8 +186,8 @@ def _join(launch: Launch, channel: Channel, *, hello: dict[str, Any], deadline: 
             continue
         message, connection = answer
         if "error" in message:
-            raise (RankFailedError if message["failed"] else HvdDDPError)(message["error"])
-        peers, (address, port) = message["peers"], message["store"]
+            raise (RankFailedError if message.get("failed") else HvdDDPError)(str(message["error"]))
+        peers, (address, port) = _facts(message, launch)
         return _meeting(
             launch,
             peers,

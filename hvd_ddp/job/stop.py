@@ -13,11 +13,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from hvd_ddp.errors import INTERRUPTED, STOPPED_EARLY, HvdDDPError
-from hvd_ddp.job.line import Line
+from hvd_ddp.job.line import Line, told, told_number
 
 REPEATED = 5.0  # seconds in which a second TERM is the scheduler's repetition (a time limit sends two, 10 ms apart)
 BOUNCE = 0.3  # seconds in which a second INT is the launcher's copy of the terminal's
@@ -160,11 +160,12 @@ class Agreement:
         line.on |= {"please stop": lambda _, order: self._order(order), "aware": self._count}
 
     def _order(self, order: dict[str, Any]) -> None:
+        order = asdict(told(Order, order))
         if not self._ordered:
             self._ordered = True
             self._line.tell_all("stop", order)
 
     def _count(self, rank: int, passed: int) -> None:
-        self._passed[rank] = passed
+        self._passed[rank] = told_number(passed)
         if len(self._passed) == self._world_size:
             self._line.tell_all("stop after", max(self._passed.values()) + 1)
