@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hvd_ddp.config import may_change
 from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.outside import from_json, from_yaml, open_regular
+from hvd_ddp.outside import read as read_file
 
 Row = dict[str, Any]
 # By which runs are told apart, the likeliest first; all other options of config.yaml follow.
 FACTS = ("backend", "world_size", "transport", "device", "launcher", "threads")
 NEVER = ("run_dir", "resume", "nproc", "data_dir", "stage")  # options that say where, not what
+MOST = 1 << 62  # steps and other numbers: more overflow somewhere, and NaN is no number to draw
+MOST_BYTES = 1 << 30  # of metrics.jsonl
 MOST_WORDS = 3  # of a name; beyond, directories are easier to read
 
 
@@ -38,7 +39,8 @@ def read(directory: Path) -> History:
     """
     path = directory / "metrics.jsonl"
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        with open_regular(path) as file:
+            lines = file.read(MOST_BYTES).decode(errors="replace").splitlines()
     except (FileNotFoundError, NotADirectoryError):
         what = "has no metrics.jsonl" if directory.is_dir() else "is no directory"
         raise HvdDDPError(f"`{directory}` {what}: it is no run. Give a run directory, as train names it.") from None
@@ -55,10 +57,12 @@ def read(directory: Path) -> History:
 
 def _row(line: str) -> Row | None:
     try:
-        row = json.loads(line)
+        row = from_json(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("kind"), str) else None
+    if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
+        return None
+    return {name: value for name, value in row.items() if not isinstance(value, int | float) or abs(value) < MOST}
 
 
 def _lived(rows: list[Row], kind: str) -> list[Row]:
@@ -71,17 +75,18 @@ def _lived(rows: list[Row], kind: str) -> list[Row]:
         if row["kind"] == "resume":
             found = {before: kept for before, kept in found.items() if before <= step}
         elif row["kind"] == kind:
-            found[step] = row
+            found[step] = {name: value for name, value in row.items() if isinstance(value, int | float | None)}
     return [found[step] for step in sorted(found)]
 
 
 def _facts(directory: Path, rows: list[Row]) -> Row:
     try:
-        options = yaml.safe_load((directory / "config.yaml").read_text())
-    except (OSError, ValueError, yaml.YAMLError):  # the curves do not need it
+        options = from_yaml(read_file(directory / "config.yaml"))
+    except (OSError, ValueError):  # the curves do not need it
         options = {}
     starts = [row for row in rows if row["kind"] == "start"] or [{}]
-    options = {str(name): value for name, value in options.items()} if isinstance(options, dict) else {}
+    items = options.items() if isinstance(options, dict) else ()  # aliases make lists that nobody lives to see printed
+    options = {str(name): value for name, value in items if isinstance(value, bool | int | float | str | None)}
     return {**options, **{name: starts[-1][name] for name in FACTS if name in starts[-1]}}
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import os
 import time
 from pathlib import Path
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from fuzz.guard import fuzz
 from fuzz.mutations import changed, json_files, put, spoilt, strange
 from fuzz.test_options import SEEDS, SHORT, as_yaml
+from hvd_ddp import history
 from hvd_ddp.backends.local import LocalBackend
+from hvd_ddp.commands.plot import picture
 from hvd_ddp.config import TrainConfig
 from hvd_ddp.job.launch import Launch
 from hvd_ddp.job.rendezvous import meet
@@ -129,3 +132,37 @@ def test_names_of_the_directory(folder: Path, name: str) -> None:
     """The name is the user's: it may be anywhere below the working directory that it can be, and no traceback."""
     if "\0" not in name and not name.startswith("/") and ".." not in name:
         start(Path(name or "x"))
+
+
+ROWS: list[dict[str, Any]] = [
+    {"kind": "start", "backend": "ddp", "world_size": 2, "restart": 0},
+    {"kind": "train", "step": 1, "epoch": 0, "loss": 2.5, "lr": 0.1, "samples_per_second": 9.0},
+    {"kind": "eval", "step": 2, "epoch": 1, "loss": 2.0, "accuracy": 0.5, "num_samples": 9},
+    {"kind": "resume", "step": 1},
+    {"kind": "train", "step": 4, "epoch": 1, "loss": None, "lr": 0.1, "samples_per_second": 9.0},
+    {"kind": "end", "steps": 4, "epochs": 2, "status": "finished"},
+]
+
+
+def as_lines(rows: Any) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows) if isinstance(rows, list) else b"1"
+
+
+@fuzz(
+    6,
+    [
+        as_lines(ROWS),
+        as_lines(ROWS) + b"[" * 100_000,
+        as_lines([*ROWS, {"kind": "end", "steps": 10**400, "epochs": 1}]),
+    ],
+    lines=st.one_of(changed(ROWS).map(as_lines), spoilt(as_lines(ROWS)), strange),
+    options=st.one_of(st.sampled_from(SEEDS), strange),
+)
+def test_plot(folder: Path, lines: Any, options: Any) -> None:
+    directory = folder / "inside" / "run"
+    directory.mkdir()
+    put(directory / "metrics.jsonl", lines, folder)
+    put(directory / "config.yaml", options, folder)
+    found = history.read(directory)
+    assert all(isinstance(name, str) for name in history.names([found, found]))
+    picture([found], "png")
