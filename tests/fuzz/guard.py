@@ -84,6 +84,8 @@ class _Watch:
         else:
             path = os.path.realpath(path)
         assert self.folder is not None
+        if event == "os.mkdir" and os.path.isdir(path):
+            return  # nothing comes of it
         if path != os.devnull and not (path + "/").startswith(self.folder + "/"):
             self.faults.append((event, path))
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import matplotlib.font_manager  # noqa: F401  here, not within an example: it writes a list of fonts for the user
 import torch
 from hypothesis import strategies as st
 
