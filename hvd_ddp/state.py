@@ -15,6 +15,7 @@ from hvd_ddp.errors import HvdDDPError
 
 MOST = 1 << 62  # steps, samples: more overflow somewhere
 PLACE = {"epoch", "position", "ended", "world_size"}
+LATER = {"ema", "decisions", "place"}  # which checkpoints did not have from the first
 DECISIONS = {"best", "stale", "waited", "drops"}
 
 
@@ -22,18 +23,18 @@ def check_state(state: dict[str, Any], origin: str) -> None:
     """Raise HvdDDPError that names the first field of a run's state that is missing or is none."""
     checks: dict[str, Callable[[Any], bool]] = {
         "model": lambda value: _table(value),
-        "ema": lambda value: value is None or (_table(value) and all(isinstance(v, Tensor) for v in value.values())),
+        "ema": lambda value: _table(value) and all(isinstance(v, Tensor) for v in value.values()),
         "optimizer": _is_optimizer,
         "scaler": lambda value: _table(value) and all(_is_number(v) for v in value.values()),
-        "decisions": lambda value: value is None or is_decisions(value),
+        "decisions": is_decisions,
         "progress": _is_progress,
-        "place": lambda value: value is None or (_table(value) and value.keys() <= PLACE and _counts(*value.values())),
+        "place": lambda value: _table(value) and value.keys() <= PLACE and _counts(*value.values()),
         "total_steps": _counts,
         "config": is_config,
-        "data": lambda value: _table(value) and "num_samples" in value and _counts(value["num_samples"] or 0),
+        "data": lambda value: _table(value) and _is_number_of_samples(value.get("num_samples", "")),
     }
     for name, fits in checks.items():
-        if not fits(state.get(name)):
+        if (name in state or name not in LATER) and not fits(state.get(name)):
             raise HvdDDPError(
                 f"`{origin}` holds no `{name}` such as train writes it: it was made by something else, or changed. "
                 "Use another checkpoint, or take its weights alone with --init."
@@ -76,6 +77,10 @@ def _table(value: Any) -> bool:
 
 def _counts(*values: Any) -> bool:
     return all(isinstance(value, int) and 0 <= value < MOST for value in values)
+
+
+def _is_number_of_samples(value: Any) -> bool:
+    return value is None or _counts(value)  # None: of a stream
 
 
 def _is_number(value: Any) -> bool:

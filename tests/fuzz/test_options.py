@@ -63,5 +63,5 @@ arguments = st.one_of(
 @fuzz(40, lines=st.lists(arguments, min_size=1, max_size=3))
 def test_command_line(folder: Path, lines: list[list[str]]) -> None:
     line = [word for words in lines for word in words]
-    if not {"-h", "--help"} & {*line}:  # exits with 0
+    if not any(word.endswith(("-h", "--help")) for word in line):  # which exit with 0
         parse(line, show_errors=False).to_dict()
