@@ -174,7 +174,8 @@ CHANGES: list[tuple[str, Any]] = [
     ("progress", {"step": "1", "updates": 1}), ("progress", {"step": -1, "updates": -1}), ("total_steps", None),
     ("progress", {"step": 1, "updates": 1, "evaluated_at": torch.zeros(2)}), ("place", {"epoch": "x"}),
     ("decisions", {"best": {"step": "x"}, "stale": 0}), ("decisions", [1]),
-    ("decisions", None), ("ema", None), ("data", {"num_samples": torch.zeros(2)}), ("data", {}), ("config", {"data": [1]}), ("data", 3),
+    ("decisions", None), ("ema", None),
+    ("data", {"num_samples": torch.zeros(2)}), ("data", {}), ("config", {"data": [1]}), ("data", 3),
     ("scaler", {"scale": "x"}), ("optimizer", {"state": [], "param_groups": []}), ("model", [1]), ("ema", {"w": 1}),
 ]  # fmt: skip
 
