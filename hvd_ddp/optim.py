@@ -46,7 +46,9 @@ def load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         for name, value in entry.items():
             if isinstance(value, Tensor):
                 _check_state(name, value, parameters[index])
-            elif value is not None or name == "step":
+            elif value is not None or (
+                wanted is not None and name != "momentum_buffer"
+            ):  # None: sgd had no gradient yet
                 raise ValueError(f"`{name}` of the optimizer is a {type(value).__name__}")
     optimizer.load_state_dict({"state": saved["state"], "param_groups": own})
 

@@ -211,7 +211,8 @@ def test_the_state_of_an_optimizer_fits_its_parameters(kind: type[Optimizer]) ->
         good | {"param_groups": [good["param_groups"][0] | {"weight_decay": 1.0}]},
     ]
     if kind is Adam:  # 1 - beta**0 is what it would divide by
-        bad.append(good | {"state": {0: good["state"][0] | {"step": torch.tensor(-1.0)}}})
+        bad += [good | {"state": {0: good["state"][0] | {"step": torch.tensor(-1.0)}}}]
+        bad += [good | {"state": {0: good["state"][0] | {"exp_avg": None}}}]
     for state in bad:
         with pytest.raises(ValueError):
             load(optimizer, state)
