@@ -321,7 +321,7 @@ def test_no_folder_of_data(cli: Cli, nothing: Path) -> None:
         ("global_batch: many", ["global_batch", "many"]),
         ("global_batch: 1.5", ["global_batch", "1.5"]),
         ("global_batch: true", ["global_batch"]),
-        ("lr: {a: 1}", ["lr", "{'a': 1}"]),
+        ("lr: {a: 1}", ["lr", "is a dict"]),
         ("epochs: 0", ["--epochs is `0`"]),
         ("backend: hvd", ["backend", "'horovod'"]),
         ("find_unused_parameters: 3", ["find_unused_parameters", "3"]),
