@@ -388,6 +388,7 @@ FOREIGN: dict[str, tuple[list[str], str, str]] = {
     "warmup_steps": (["--warmup-steps", "1"], "0", "1"),
     "decay_every": (["--decay-every", "7"], "30", "7"),
     "decay_factor": (["--decay-factor", "0.5"], "0.1", "0.5"),
+    "patience": (["--patience", "7"], "3", "7"),
     "clip_norm": (["--clip-norm", "2.5"], "None", "2.5"),
     "label_smoothing": (["--label-smoothing", "0.125"], "0.0", "0.125"),
     "precision": (["--precision", "fp64"], "fp32", "fp64"),

@@ -395,7 +395,7 @@ def test_a_silent_connection_is_closed_in_the_end(two: Ranks, monkeypatch: pytes
 def test_more_connections_than_files_may_be_open(tmp_path: Path) -> None:
     """Who only connects, and often, must not end the listening."""
     program = (
-        "import resource, sys, threading, time\nfrom pathlib import Path\n"
+        "import resource, sys, threading, time, torch\nfrom pathlib import Path\n"  # torch first, as a backend has it
         "from hvd_ddp.job.launch import Launch\nfrom hvd_ddp.job.rendezvous import meet\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))\n"
         "launch = Launch(launcher='openmpi', rank=0, world_size=2, local_world_size=2, job='openmpi-42')\n"
