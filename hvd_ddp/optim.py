@@ -43,12 +43,10 @@ def load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     for index, entry in saved["state"].items():
         if not 0 <= index < len(parameters) or (wanted is not None and not wanted <= entry.keys()):
             raise ValueError(f"the optimizer has no state {sorted(entry)[:8]} of a parameter {index}")
-        for name, value in entry.items():
+        for name, value in entry.items() if wanted is not None else ():  # what others keep only they know
             if isinstance(value, Tensor):
                 _check_state(name, value, parameters[index])
-            elif value is not None or (
-                wanted is not None and name != "momentum_buffer"
-            ):  # None: sgd had no gradient yet
+            elif value is not None or name != "momentum_buffer":  # None: sgd had no gradient yet
                 raise ValueError(f"`{name}` of the optimizer is a {type(value).__name__}")
     optimizer.load_state_dict({"state": saved["state"], "param_groups": own})
 

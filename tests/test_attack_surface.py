@@ -5,16 +5,16 @@ import os
 import stat
 import struct
 import zipfile
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Cli
 from fuzz import test_checkpoints as states
 from fuzz import test_data, test_run_directory
-from launchers import command, run
+from launchers import Result, command, run
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
@@ -27,6 +27,7 @@ from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.handshake import Connection, check_hello
 from hvd_ddp.optim import load
 
+Cli = Callable[..., Result]
 HEX, RAW = b"54" * 32, b"T" * 32
 
 
@@ -334,3 +335,28 @@ def test_a_rank_says_what_ranks_say(change: dict[str, Any]) -> None:
     for name in HELLO:
         with pytest.raises(ValueError):
             check_hello({key: value for key, value in HELLO.items() if key != name})
+
+
+class Own(torch.optim.Optimizer):
+    """A user's own, whose state is a number and a part of the parameter's shape."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                state["rows"] = parameter.grad.sum(-1)
+
+
+def test_the_state_of_a_users_own_optimizer_is_taken_as_it_is() -> None:
+    """Adafactor, Lion and the like keep what torch's own do not."""
+    layer = torch.nn.Linear(3, 2)
+    layer(torch.ones(1, 3)).sum().backward()
+    first, second = Own(layer.parameters()), Own(layer.parameters())
+    first.step()
+    load(second, first.state_dict())
+    assert second.state[layer.weight]["step"] == 1
+    assert torch.equal(second.state[layer.weight]["rows"], first.state[layer.weight]["rows"])

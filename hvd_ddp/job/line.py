@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import struct
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar, get_type_hints
 
 from hvd_ddp.job.handshake import LENGTH, MAC, Connection
@@ -29,10 +29,15 @@ T = TypeVar("T")
 
 def told(kind: type[T], value: Any) -> T:
     """The dataclass of plain types that a message carries as a dict. Raises ValueError for anything else."""
-    types = get_type_hints(kind)
+    types = _types(kind)  # type: ignore[arg-type]
     if not isinstance(value, dict) or {name: type(each) for name, each in value.items()} != types:
         raise ValueError(f"no {kind.__name__}")
     return kind(**value)
+
+
+@functools.cache
+def _types(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def told_number(value: Any) -> int:
@@ -64,12 +69,12 @@ class Line:
 
     def tell_main(self, kind: str, value: Any = None) -> None:
         """To rank 0."""
-        self._soon(partial(self._deliver, 0, kind, value))
+        self._soon(functools.partial(self._deliver, 0, kind, value))
 
     def tell_all(self, kind: str, value: Any = None) -> None:
         """From rank 0 to every rank, itself as well."""
         for rank in (*self._peers, 0):
-            self._soon(partial(self._deliver, rank, kind, value))
+            self._soon(functools.partial(self._deliver, rank, kind, value))
 
     def call_later(self, seconds: float, work: Callable[[], None]) -> None:
         """On the line's thread, where handlers run."""
