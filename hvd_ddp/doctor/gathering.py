@@ -21,7 +21,7 @@ from typing import Any
 from hvd_ddp.doctor.check import refused, within
 from hvd_ddp.errors import FAILED, HvdDDPError
 from hvd_ddp.job.channels import channel_for, read_card, write_card
-from hvd_ddp.job.handshake import Connection, Guests, visit
+from hvd_ddp.job.handshake import Connection, Guests, hello_of, visit
 from hvd_ddp.job.launch import Launch
 from hvd_ddp.job.line import Line
 from hvd_ddp.job.network import LOOPBACK, addresses, listen
@@ -197,7 +197,7 @@ def _doors(launch: Launch) -> list[str]:
 
 
 def _join(launch: Launch, channel: Any, host: str, deadline: float) -> Gathering:
-    hello = {"rank": launch.rank, "world_size": launch.world_size, "host": host, "error": None}
+    hello = hello_of(launch, host=host, error=None)
     card = None
     while time.monotonic() < deadline:
         card = read_card(channel.card()) or card

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import os
 import resource
 import secrets
 import socket
@@ -17,6 +18,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+
+from hvd_ddp.job.launch import Launch
 from hvd_ddp.outside import from_json
 
 NONCE, MAC, LENGTH = 16, 32, 4  # bytes
@@ -166,6 +170,19 @@ def visit(
             continue
         return answer, peer
     return None
+
+
+def hello_of(launch: Launch, *, host: str, error: str | None) -> dict[str, Any]:
+    """What a rank says of itself; `error` is what it found wrong before it came."""
+    return {
+        "rank": launch.rank,
+        "world_size": launch.world_size,
+        "host": host,
+        "process": [os.getpid(), psutil.Process().create_time()],
+        "node_rank": launch.node_rank,
+        "cores": launch.cores,
+        "error": error,
+    }
 
 
 def check_hello(hello: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ peers of other hosts came. The connections stay open for job/line.py.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import socket
 import time
@@ -18,11 +17,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from hvd_ddp.errors import HvdDDPError, RankFailedError, RankZeroMissingError
 from hvd_ddp.job.channels import Channel, channel_for, read_card, write_card
-from hvd_ddp.job.handshake import Connection, Guests, check_hello, visit
+from hvd_ddp.job.handshake import Connection, Guests, check_hello, hello_of, visit
 from hvd_ddp.job.launch import Launch
 from hvd_ddp.job.network import LOOPBACK, addresses, interface_of, listen, serve_store, source_address, store_client
 from hvd_ddp.job.pulse import Pulse
@@ -59,15 +56,7 @@ def meet(launch: Launch, *, directory: Path, start_timeout: float, error: str | 
     `error` is what this rank found wrong before it came: then all ranks raise it as HvdDDPError. Raises
     RankFailedError with the ranks that are missing after `start_timeout` seconds.
     """
-    hello: dict[str, Any] = {
-        "rank": launch.rank,
-        "world_size": launch.world_size,
-        "host": socket.gethostname(),
-        "process": [os.getpid(), psutil.Process().create_time()],
-        "node_rank": launch.node_rank,
-        "cores": launch.cores,
-        "error": error,
-    }
+    hello = hello_of(launch, host=socket.gethostname(), error=error)
     if launch.world_size == 1:
         if error:
             raise HvdDDPError(error)
