@@ -86,7 +86,7 @@ class Line:
 
     def close(self) -> None:
         """Hang up; peers take this process for ended."""
-        self._soon(self._loop.stop)
+        self._soon(self._stop)
         self._thread.join(1.0)
 
     def _soon(self, work: Callable[[], Any]) -> None:
@@ -108,6 +108,13 @@ class Line:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
+
+    def _stop(self, tries: int = 50) -> None:
+        """Not before connections that are just being opened have taken what was said: it may be last words."""
+        if tries and any(peer.opening for peer in self._peers.values()):
+            self._loop.call_later(0.01, self._stop, tries - 1)
+        else:
+            self._loop.stop()
 
     def _tick(self) -> None:
         self.on_beat()
@@ -136,6 +143,10 @@ class _Peer:
         self._said = self._heard = 0
         self._writer: asyncio.StreamWriter | None = None
         self._early: list[bytes] = []
+
+    @property
+    def opening(self) -> bool:
+        return self._writer is None
 
     async def open(self) -> None:
         self._connection.socket.setblocking(False)
