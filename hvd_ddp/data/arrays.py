@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ class ArrayDataset:
 
     images: NDArray[Any]
     targets: NDArray[np.int64]
+    augments: ClassVar[bool] = False  # the loader changes images for training, not the data set
 
     def __post_init__(self) -> None:
         images, targets = self.images, self.targets

@@ -80,7 +80,7 @@ def choose(name: AugmentName, data: Data, *, seed: int) -> Augmentation | None:
     for the 8 of digits; and it flips, but for digits, where a mirrored 2 is no 2. The shoes of fashion_mnist all point
     to the left, but one that points to the right is a shoe still. Folders of pictures do their own when they are read.
     """
-    if name == "none" or getattr(data.train, "augments", False):
+    if name == "none" or data.train.augments:
         return None
     _, height, width = data.image_shape
     return Augmentation(seed, ((height + 4) // 8, (width + 4) // 8), flip=data.name not in _NO_FLIP)

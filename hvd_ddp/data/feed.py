@@ -204,7 +204,7 @@ def feed(
 def _workers(config: TrainConfig, reader: Reader, rank: Rank, part: Items | Stream, *, most: int) -> Workers:
     num = config.workers
     if num is None:  # decoding pictures takes longer than most models; a folder of them can always be sent to workers
-        num = min(MOST_WORKERS, torch.get_num_threads()) if getattr(part, "augments", False) else 0
+        num = min(MOST_WORKERS, torch.get_num_threads()) if part.augments else 0
     if num == 0:
         return Here(reader)
     samples = -(-config.global_batch // (rank.world_size * config.accumulate))

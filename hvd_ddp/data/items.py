@@ -42,6 +42,7 @@ class Stream(Protocol):
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    augments: bool
     sharded: bool  # whether each rank has a row of its own; else all have the same and each takes its share
 
     def flow(self, epoch: int, rank: int, world_size: int) -> Iterator[Sample]:

@@ -80,6 +80,8 @@ class OwnStream:
     is called before each pass, if there is one.
     """
 
+    augments = False
+
     def __init__(self, name: str, dataset: Any) -> None:
         self.name, self.dataset = name, dataset
         self.sharded = hasattr(dataset, "shard")
