@@ -54,7 +54,8 @@ def find(name: str) -> Source:
         from hvd_ddp.data.own import own  # imports torch
 
         return own(name)
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), DATASETS, n=1)
+    known = [*DATASETS, *(form.partition(":")[0] for form in FORMS if not form.startswith("module"))]
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
     guess = f" Did you mean `{near[0]}`?" if near else ""
     choices = ", ".join(f"`{choice}`" for choice in [*DATASETS, *FORMS])
     raise HvdDDPError(f"Data set `{name}` is unknown: nothing can be loaded.{guess} Use --data with one of {choices}.")

@@ -204,6 +204,10 @@ def test_sizes_that_are_none(name):
         load(name)
 
 
+def test_a_name_that_is_nearly_one(cli):
+    refused(cli("data", "prepare", "image_foldr"), "`image_foldr` is unknown", "Did you mean `image_folder`?")
+
+
 # ---- training
 
 
