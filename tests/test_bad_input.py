@@ -804,8 +804,9 @@ def test_a_recipe(name: str, cli: Cli, tmp_path: Path) -> None:
 
 
 def test_a_command_that_is_none(cli: Cli) -> None:
-    refused(cli("trian"), "`trian`", "train, evaluate, data, bench, plot, doctor, install-horovod", "Did you mean train?")
-    refused(cli("3"), "`3`", "train, evaluate, data, bench, plot, doctor, install-horovod")
+    commands = "train, evaluate, data, bench, plot, doctor, install-horovod"
+    refused(cli("trian"), "`trian`", commands, "Did you mean train?")
+    refused(cli("3"), "`3`", commands)
 
 
 def test_nobody_reads_on() -> None:
