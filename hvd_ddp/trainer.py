@@ -101,6 +101,8 @@ class Trainer:
             if run.start.checkpoint is not None:
                 where = self.place.epoch + self.place.ended
                 run.resumed(step=self.step, epoch=where, best=self.decisions.best)
+            with self.pulse.long_work("starting loader workers"):
+                self.feed.start()
             self.stop.instead_of_dying()
             return self._fit(run)
 

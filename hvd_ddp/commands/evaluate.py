@@ -99,6 +99,8 @@ def _evaluate(options: Options, backend: Any) -> dict[str, float]:
     with contextlib.closing(
         feed(config, data, rank, device=backend.device, dtype=numbers.dtype, agree=lambda counts: counts)
     ) as batches:
+        with backend.meeting.pulse.long_work("starting loader workers"):
+            batches.start()
         return evaluate(model, batches, task=Classification(), precision=numbers, backend=backend)
 
 

@@ -49,6 +49,8 @@ class Loader(Protocol):
 
     def evaluation_batches(self, *, rank: int, world_size: int) -> Iterator[Batch]: ...
 
+    def start(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -108,6 +110,11 @@ class Feed:
             rank=self._rank.rank, world_size=self._rank.world_size
         )
         return batches
+
+    def start(self) -> None:
+        """Start the workers, if there are some: it takes seconds."""
+        self._train.start()
+        self._evaluation.start()
 
     def close(self) -> None:
         """End the workers, if there are some."""

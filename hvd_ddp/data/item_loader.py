@@ -28,6 +28,10 @@ class _Loader:
         self._workers, self._part, self._shape, self._preprocess = workers, part, shape, preprocess
         self._pinned = _Pinned() if preprocess.device.type == "cuda" else None
 
+    def start(self) -> None:
+        """Start the workers."""
+        self._workers.start()
+
     def close(self) -> None:
         """End the workers."""
         self._workers.close()

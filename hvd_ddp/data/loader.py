@@ -88,6 +88,9 @@ class ArrayLoader:
         firsts = range(part.start, part.stop, batch_size)
         return (self._cut(first, min(first + batch_size, part.stop)) for first in firsts)
 
+    def start(self) -> None:
+        """Nothing to start."""
+
     def close(self) -> None:
         """Nothing to end."""
 

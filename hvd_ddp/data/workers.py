@@ -42,6 +42,8 @@ class Workers(Protocol):
 
     depth: int
 
+    def start(self) -> None: ...
+
     def submit(self, request: Request) -> Answer: ...
 
     def close(self) -> None: ...
@@ -54,6 +56,9 @@ class Here:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
+
+    def start(self) -> None:
+        """Nothing to start."""
 
     def submit(self, request: Request) -> Answer:
         return _Later(self._reader, request)
@@ -95,13 +100,20 @@ class Processes:
             ) from error
         self._pool: ProcessPoolExecutor | None = None
 
-    def submit(self, request: Request) -> Answer:
-        """Let one of them read it; the first call starts them all."""
+    def start(self) -> None:
+        """Start them all, if they are not there, and wait for the first: it imports torch and the user's modules."""
         if self._pool is None:
-            self._pool = self._start()
+            self._pool, ready = self._start()
+            for future in ready:
+                _Promise(self, future).result()
+
+    def submit(self, request: Request) -> Answer:
+        """Let one of them read it."""
+        self.start()
+        assert self._pool is not None
         return _Promise(self, self._pool.submit(_read, request))
 
-    def _start(self) -> ProcessPoolExecutor:
+    def _start(self) -> tuple[ProcessPoolExecutor, list[Future[None]]]:
         before = set(multiprocessing.active_children())
         with _signals_held():
             pool = ProcessPoolExecutor(
@@ -110,10 +122,9 @@ class Processes:
                 initializer=_begin,
                 initargs=(os.getpid(), self._reader),
             )
-            for _ in range(self.num):
-                pool.submit(_nothing)  # each starts one, for none is idle yet
+            ready = [pool.submit(_nothing) for _ in range(self.num)]  # each starts one, for none is idle yet
         self._processes = [process for process in multiprocessing.active_children() if process not in before]
-        return pool
+        return pool, ready
 
     def why_they_ended(self) -> HvdDDPError:
         """What became of the workers, when they are gone."""
@@ -141,10 +152,10 @@ class Processes:
 
 
 class _Promise:
-    def __init__(self, workers: Processes, future: Future[Piece]) -> None:
+    def __init__(self, workers: Processes, future: Future[Any]) -> None:
         self._workers, self._future = workers, future
 
-    def result(self) -> Piece:
+    def result(self) -> Any:
         try:
             return self._future.result()
         except BrokenProcessPool as error:

@@ -110,6 +110,18 @@ def test_a_data_set_that_hangs_is_named(workers: str, tmp_path: Path) -> None:
     assert "it has stood still" in result.err
 
 
+def test_workers_that_are_slow_to_start_are_waited_for(tmp_path: Path) -> None:
+    """Longer than --timeout: what they import is the user's."""
+    (tmp_path / "slow_to_import.py").write_text(
+        "import multiprocessing, time\nfrom own_data import Items, torch\n"
+        "if multiprocessing.parent_process():\n    time.sleep(10)\n"
+        "class Own(Items): pass\n"
+        "def own(data_dir): return Own([(torch.zeros(3), 0)] * 30), Own([(torch.zeros(3), 0)] * 4), 3\n"
+    )
+    result = start("--nproc", 2, tmp_path, "slow_to_import:own", 5, "--workers", "1", "--timeout", "4")
+    assert result.code == 0, result.text[-3000:]
+
+
 def hanging(data_dir):
     from own_data import Items
 
