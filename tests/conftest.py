@@ -20,6 +20,19 @@ class Left(BaseException):
     """Instead of os._exit, by which a job whose training failed ends."""
 
 
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """What a test leaves in the environment, all later ones start their ranks with."""
+
+    def environment() -> dict[str, str]:
+        theirs = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # what pytest and torch set
+        return {name: value for name, value in os.environ.items() if name not in theirs}
+
+    before = environment()
+    yield
+    assert environment() == before
+
+
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
     """`python -m hvd_ddp ...` in this process and in an empty folder; its exit code and what it wrote."""

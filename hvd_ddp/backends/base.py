@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hvd_ddp.backends.sync_bn import synchronized
 from hvd_ddp.errors import HvdDDPError
-from hvd_ddp.job.launch import Launch
+from hvd_ddp.job.launch import Launch, restore
 from hvd_ddp.job.rendezvous import Meeting
 
 Op = Literal["sum", "max", "min"]
@@ -63,6 +63,7 @@ class Backend(ABC):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:  # after an error peers may be dead or elsewhere: nobody waits for them
             self.teardown()
+        restore()
 
     @abstractmethod
     def prepare(

@@ -165,6 +165,16 @@ def export(values: Mapping[str, str], *, over_the_users: bool = True) -> None:
             os.environ[name] = value
 
 
+def restore() -> None:
+    """Undo `export`: what this process starts next, a training of another kind perhaps, is not to inherit it."""
+    while _before:
+        name, value = _before.popitem()
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 def _started() -> dict[str, str]:
     """The environment as it was when this process began."""
     return {name: value for name, value in {**os.environ, **_before}.items() if value is not None}
