@@ -9,6 +9,7 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from hvd_ddp.errors import FINISHED, HvdDDPError
 
 if TYPE_CHECKING:
     from hvd_ddp.backends.base import Backend
+    from hvd_ddp.commands.bench_turn import Turn
+    from hvd_ddp.job.line import Line
 
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom.
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228,
@@ -34,6 +37,9 @@ class Options:
 
     They take turns in the same processes; a turn of the trainer and the turn of a loop beside it make a pair. The ratio
     is the mean over the pairs, with its 95 % interval.
+
+    With --guards also the trainer with and without what guards a run: heartbeats, checks of the replicas at their
+    default, and a save in the background in the middle of the turn.
     """
 
     nproc: int = 2
@@ -52,6 +58,8 @@ class Options:
     """What carries the gradients of both of a pair."""
     every_transport: bool = False
     """A pair for each backend and transport that works here; the ratios are those of --transport."""
+    guards: bool = False
+    """Also measure what guarding a run costs."""
     steps: int = 200
     """Steps of a turn that count."""
     repeats: int = 7
@@ -70,21 +78,21 @@ class Options:
 
 @dataclass
 class Pair:
-    """The trainer and a loop by hand over the same backend: steps a second of each of their turns."""
+    """Two trainings of the same over one backend, by their names: steps a second of each of their turns."""
 
     backend: Backend
-    bare: Callable[..., None]
+    names: tuple[str, str]
+    turns: tuple[Callable[[Turn], float], Callable[[Turn], float]]
     speeds: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
 
     def rows(self) -> list[Row]:
         """The two medians."""
-        name = f"{self.backend.name} {self.backend.transport}"
-        names = (f"hvd_ddp, {name}", f"bare {name}")
+        names = [f"{name} {self.backend.name} {self.backend.transport}" for name in self.names]
         return [Row(name, "steps_per_second", speeds) for name, speeds in zip(names, self.speeds, strict=True)]
 
     def ratio(self) -> tuple[float, tuple[float, float]]:
-        """How much faster the trainer is: the geometric mean over the turns, and its 95 % interval (Student's t)."""
-        logs = [math.log(ours / bare) for ours, bare in zip(*self.speeds, strict=True)]
+        """How much faster the first is: the geometric mean over the turns, and its 95 % interval (Student's t)."""
+        logs = [math.log(ours / other) for ours, other in zip(*self.speeds, strict=True)]
         mean, number = statistics.mean(logs), len(logs)
         quantile = next(value for freedom, value in reversed(STUDENT.items()) if freedom <= number - 1)
         half = quantile * statistics.stdev(logs) / math.sqrt(number)
@@ -101,29 +109,19 @@ def run(arguments: list[str]) -> int:
     from hvd_ddp.job.health import ends_together
 
     first = connect("ddp", options.transport, threads=1)
-    with ends_together(first.meeting, timeout=300.0):
-        pairs = measure(first, options)
+    with ends_together(first.meeting, timeout=300.0) as line:
+        pairs = measure(first, options, line)
         if first.is_main:
             _show(pairs, options, first)
     return FINISHED
 
 
-def measure(first: Backend, options: Options) -> list[Pair]:
+def measure(first: Backend, options: Options, line: Line) -> list[Pair]:
     """The pairs with their speeds, on every rank: of DDP, and of Horovod where it is."""
     from hvd_ddp.assemble import load_data
-    from hvd_ddp.backends import all_here, another
-    from hvd_ddp.commands import bench_bare
     from hvd_ddp.commands.bench_turn import Turn
 
-    loops: dict[str, Callable[..., None]] = {"ddp": bench_bare.ddp, "horovod": bench_bare.horovod}
-    backends = [first]
-    with contextlib.suppress(HvdDDPError):
-        backends.append(another(first, "horovod", options.transport))
-    if options.every_transport:
-        with first:
-            known = {(backend.name, backend.transport) for backend in backends}
-            backends += [more for more in all_here(first) if (more.name, more.transport) not in known]
-    pairs = [Pair(backend, loops[backend.name]) for backend in backends]
+    pairs = _pairs(first, options)
     with first:
         data = load_data(options.data, options.data_dir, first)
         directory = Path(first.on_main(lambda: tempfile.mkdtemp(prefix=".bench-", dir=Path.cwd())))
@@ -136,22 +134,43 @@ def measure(first: Backend, options: Options) -> list[Pair]:
                         model=options.model,
                         global_batch=options.global_batch,
                         optimizer=options.optimizer,
-                        run_dir=directory / f"{pair.backend.name}-{pair.backend.transport}-{number}",
+                        run_dir=directory / f"{pair.names[1]}-{pair.backend.name}-{pair.backend.transport}-{number}",
                     )
-                    turn = Turn(config, data, pair.backend, steps=options.steps)
-                    for ours in (True, False) if number % 2 else (False, True):
-                        pair.speeds[0 if ours else 1].append(turn.ours() if ours else turn.bare(pair.bare))
+                    turn = Turn(config, data, pair.backend, line, steps=options.steps)
+                    for which in (0, 1) if number % 2 else (1, 0):
+                        pair.speeds[which].append(pair.turns[which](turn))
     finally:
         if first.is_main:
             shutil.rmtree(directory)
     return pairs
 
 
+def _pairs(first: Backend, options: Options) -> list[Pair]:
+    from hvd_ddp.backends import all_here, another
+    from hvd_ddp.commands import bench_bare
+    from hvd_ddp.commands.bench_turn import Turn
+
+    loops: dict[str, Callable[..., None]] = {"ddp": bench_bare.ddp, "horovod": bench_bare.horovod}
+    backends = [first]
+    with contextlib.suppress(HvdDDPError):
+        backends.append(another(first, "horovod", options.transport))
+    if options.every_transport:
+        with first:
+            known = {(backend.name, backend.transport) for backend in backends}
+            backends += [more for more in all_here(first) if (more.name, more.transport) not in known]
+    pairs = [Pair(one, ("hvd_ddp,", "bare"), (Turn.ours, partial(Turn.bare, loop=loops[one.name]))) for one in backends]
+    if options.guards:
+        pairs += [Pair(backend, ("guarded", "unguarded"), (Turn.guarded, Turn.unguarded)) for backend in backends]
+    return pairs
+
+
 def _show(pairs: list[Pair], options: Options, first: Backend) -> None:
     further: dict[str, Any] = {}
-    for name in ("ddp", "horovod"):
-        ratio, interval = next((pair.ratio() for pair in pairs if pair.backend.name == name), (None, None))
-        further |= {f"ratio_to_bare_{name}": ratio, f"ratio_to_bare_{name}_interval": interval}
+    for other in ("bare", "unguarded") if options.guards else ("bare",):
+        for name in ("ddp", "horovod"):
+            these = (pair for pair in pairs if (pair.names[1], pair.backend.name) == (other, name))
+            ratio, interval = next((pair.ratio() for pair in these), (None, None))
+            further |= {f"ratio_to_{other}_{name}": ratio, f"ratio_to_{other}_{name}_interval": interval}
     title = (
         f"{options.data}, {options.model}, global batch {options.global_batch} over {first.launch.world_size} ranks, "
         f"turns of {options.steps} steps"
@@ -159,6 +178,5 @@ def _show(pairs: list[Pair], options: Options, first: Backend) -> None:
     show([row for pair in pairs for row in pair.rows()], title=title, as_json=options.json, **further)
     if not options.json:
         for pair in pairs:
-            ratio, (low, high) = pair.ratio()
-            name = pair.rows()[0].name
-            print(f"{name} to the loop by hand: {ratio:.3f} ({low:.3f} to {high:.3f}, 95 % of paired turns)")
+            (ratio, (low, high)), (first_row, second_row) = pair.ratio(), pair.rows()
+            print(f"{first_row.name} to {second_row.name}: {ratio:.3f} ({low:.3f} to {high:.3f}, 95 % of paired turns)")

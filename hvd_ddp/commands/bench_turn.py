@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from hvd_ddp.config import TrainConfig
 from hvd_ddp.data.arrays import ArrayDataset, Data
 from hvd_ddp.data.sampler import GlobalBatchSampler
 from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.job.line import Line
 from hvd_ddp.optim import build
 from hvd_ddp.trainer import Trainer
 
@@ -44,20 +46,37 @@ class Clock:
 
 
 class Turn:
-    """One turn of each of a pair."""
+    """One turn of each of a pair. `line`: what the heartbeats go over."""
 
-    def __init__(self, config: TrainConfig, data: Data, backend: Backend, *, steps: int) -> None:
+    def __init__(self, config: TrainConfig, data: Data, backend: Backend, line: Line, *, steps: int) -> None:
         self.config = replace(config, max_steps=WARM_UP + steps + 1, eval_every=NEVER, save_every=NEVER)
-        self.data, self.backend = data, backend
+        self.data, self.backend, self.line = data, backend, line
+        self.middle = WARM_UP + max(steps // 2, 1)
         if not isinstance(data.train, ArrayDataset):
             raise HvdDDPError(f"--data {data.name} is not in memory. Use a data set of arrays, such as digits.")
         self.train = data.train
 
     def ours(self) -> float:
         """Steps a second of the trainer, as `train` runs it."""
+        return self._train(self.config)
+
+    def guarded(self) -> float:
+        """The same with a save in the middle."""
+        return self._train(replace(self.config, save_every=self.middle))
+
+    def unguarded(self) -> float:
+        """The same without heartbeats, without checks of the replicas, without a save."""
+        folder = Path(f"{self.config.run_dir}-unguarded")
+        beating, self.line.on_beat = self.line.on_beat, lambda: None
+        try:
+            return self._train(replace(self.config, check_replicas=0, run_dir=folder))
+        finally:
+            self.line.on_beat = beating
+
+    def _train(self, config: TrainConfig) -> float:
         model, optimizer, clock = self._start()
         with contextlib.redirect_stdout(io.StringIO()):
-            Trainer(self.config, model, optimizer, self.data, self.backend).fit()
+            Trainer(config, model, optimizer, self.data, self.backend).fit()
         return clock.steps_per_second()
 
     def bare(self, loop: Callable[..., None]) -> float:

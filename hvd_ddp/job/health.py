@@ -33,14 +33,14 @@ WRITING = 3.0  # seconds that leaving may take for files: the file system may be
 
 
 @contextlib.contextmanager
-def ends_together(meeting: Meeting, *, timeout: float) -> Iterator[None]:
+def ends_together(meeting: Meeting, *, timeout: float) -> Iterator[Line]:
     """Let a failure of any rank end all processes at once, hard: no clean-up may wait for ranks that are dead.
 
-    Without one, all leave the context together. `timeout` is in seconds.
+    Without one, all leave the context together. `timeout` is in seconds. Yields what the heartbeats go over.
     """
     health = _Health(meeting, timeout=timeout)
     try:
-        yield
+        yield health.line
         health.meet_at_the_end()
     except BaseException as error:
         health.fail(error)

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 from launchers import Result, assert_none_left, command, run
+from rundir import rows
 from torch import nn
 
+from hvd_ddp import trainer
 from hvd_ddp.backends import connect
 from hvd_ddp.commands import bench_bare, bench_step, bench_turn
 from hvd_ddp.config import TrainConfig
 from hvd_ddp.data.datasets import load
+from hvd_ddp.job.line import Line
 
 SMALL = ["--min-bytes", "1024", "--max-bytes", "20000", "--repeats", "3"]
 SHORT = ["--steps", "3", "--repeats", "2", "--model", "factories:Small", "--global-batch", "32"]
@@ -35,10 +38,10 @@ def bench(*arguments: str, launcher: str = "python", cwd: Path) -> Result:
     ],
 )
 def test_comm_as_json(launcher: str, wanted: list[str], tmp_path: Path) -> None:
-    rows = json.loads(bench("comm", "--json", *SMALL, launcher=launcher, cwd=tmp_path).out)["rows"]
-    assert [f"{row['backend']} {row['transport']}" for row in rows[::3]] == wanted
-    assert [row["bytes"] for row in rows] == [1024, 4096, 16384] * len(wanted)
-    for row in rows:
+    said = json.loads(bench("comm", "--json", *SMALL, launcher=launcher, cwd=tmp_path).out)["rows"]
+    assert [f"{row['backend']} {row['transport']}" for row in said[::3]] == wanted
+    assert [row["bytes"] for row in said] == [1024, 4096, 16384] * len(wanted)
+    for row in said:
         assert len(row["repeats"]) == 3 and min(row["repeats"]) > 0
         assert row["seconds"] == statistics.median(row["repeats"])
         assert row["bus_bandwidth"] == pytest.approx(row["bytes"] / row["seconds"])  # 2 (n - 1) / n is 1
@@ -67,14 +70,48 @@ def test_step_as_json(tmp_path: Path) -> None:
 
 def test_step_as_a_table(tmp_path: Path) -> None:
     result = bench("step", *SHORT, "--transport", "gloo", launcher="torchrun", cwd=tmp_path)
-    for word in ("hvd_ddp, ddp gloo", "bare horovod gloo", "to the loop by hand", "95 % of paired turns"):
+    for word in (
+        "hvd_ddp, ddp gloo",
+        "bare horovod gloo",
+        "ddp gloo to bare ddp gloo: ",
+        "95 % of paired turns",
+    ):
         assert word in " ".join(result.out.split())
+
+
+def test_what_guarding_costs(tmp_path: Path) -> None:
+    said = json.loads(bench("step", "--json", "--guards", "--transport", "gloo", *SHORT, cwd=tmp_path).out)
+    names = [who + name for name in ("ddp gloo", "horovod gloo") for who in ("guarded ", "unguarded ")]
+    repeats = {row["name"]: row["repeats"] for row in said["rows"]}
+    assert [name for name in repeats if "guarded" in name] == names
+    (a, b), (c, d) = repeats[names[0]], repeats[names[1]]
+    assert said["ratio_to_unguarded_ddp"] == pytest.approx(math.sqrt(a * b / c / d))
+    assert said["ratio_to_unguarded_horovod_interval"][0] < said["ratio_to_unguarded_horovod"]
+
+
+def test_guarded_and_unguarded_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One saves in the middle and checks its replicas; while the other runs, the line is silent."""
+    checked: list[int] = []
+    monkeypatch.setattr(trainer, "check_replicas", lambda *_, step, **__: checked.append(step))
+    config = TrainConfig(run_dir=tmp_path / "run", check_replicas=5)
+    line = Line(0, {})
+    line.on_beat = beat = lambda: None
+    with connect("ddp", "gloo", "cpu", threads=1, directory=tmp_path) as backend:
+        turn = bench_turn.Turn(config, load("digits"), backend, line, steps=6)
+        assert turn.guarded() > 0
+        assert [row["step"] for row in rows(tmp_path / "run", "save")] == [23, 27] and checked[:2] == [5, 10]
+        checked.clear()
+        during = []
+        monkeypatch.setattr(trainer, "seed_step", lambda *_: during.append(line.on_beat))
+        assert turn.unguarded() > 0
+        assert [row["step"] for row in rows(tmp_path / "run-unguarded", "save")] == [27] and not checked
+    assert during and beat not in during and line.on_beat is beat
 
 
 def test_the_interval() -> None:
     """Of ratios 1.1, 1.0 and 1.21: the logarithms' mean is that of 1.1, their deviation log 1.1, t is 4.303."""
     with connect("local") as backend:
-        pair = bench_step.Pair(backend, bench_bare.ddp, ([11.0, 10.0, 12.1], [10.0, 10.0, 10.0]))
+        pair = bench_step.Pair(backend, ("", ""), (bench_turn.Turn.ours,) * 2, ([11.0, 10.0, 12.1], [10.0, 10.0, 10.0]))
     ratio, (low, high) = pair.ratio()
     assert ratio == pytest.approx(1.1)
     assert high / ratio == pytest.approx(1.1 ** (4.303 / math.sqrt(3))) and low * high == pytest.approx(ratio**2)
@@ -91,7 +128,7 @@ def test_a_pair_does_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(bench_turn, "load_model", recording)
     config = TrainConfig(run_dir=tmp_path / "run", optimizer="sgd", lr=0.05)
     with connect("ddp", "gloo", "cpu", threads=1, directory=tmp_path) as backend:
-        turn = bench_turn.Turn(config, load("digits"), backend, steps=4)
+        turn = bench_turn.Turn(config, load("digits"), backend, Line(0, {}), steps=4)
         speeds = [turn.ours(), turn.bare(bench_bare.ddp)]
         first = original(config, load("digits"), backend).state_dict()
     assert min(speeds) > 0
