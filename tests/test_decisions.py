@@ -106,3 +106,38 @@ def test_the_plateau_schedule_goes_on_where_it_was(tmp_path: Path) -> None:
     assert [row["lr"] for row in rows(tmp_path / "cut/run", "train")] == rates
     assert not different(tensors(newest(tmp_path / "cut/run")), tensors(newest(tmp_path / "run")))
     assert torch.equal(torch.tensor(rates[-1]), torch.tensor(1e-30 * 0.25))
+
+
+TWO_MINDS = """
+import sys, torch
+from pathlib import Path
+from torch import nn
+from hvd_ddp import TrainConfig, Trainer, connect
+from hvd_ddp.data.datasets import load
+from hvd_ddp.job.health import ends_together
+from hvd_ddp.tasks import Classification
+
+class TwoMinds(Classification):
+    def evaluate(self, model, batch):
+        seen = [[.1, .2, .3, .4, .5, .6, .7], [.9, .85, .8, .65, .4, .1, 0]][backend.launch.rank]
+        return {"accuracy": torch.tensor(batch.num_samples * seen[trainer.step // 23 - 1])}
+
+backend = connect(sys.argv[1], threads=1, device="cpu")
+with ends_together(backend.meeting, timeout=60), backend:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    config = TrainConfig(epochs=7, early_stop=3, run_dir="run", optimizer="sgd")
+    trainer = Trainer(config, model, torch.optim.SGD(model.parameters()), load("digits"), backend, task=TwoMinds())
+    trainer.fit()
+    Path(f"steps{backend.launch.rank}").write_text(str(trainer.step))
+"""
+
+
+@pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "ddp"), ("mpirun", "horovod")])
+def test_early_stop_on_a_metric_that_ranks_see_differently(launcher: str, backend: str, tmp_path: Path) -> None:
+    """Rank 0 alone would never stop, rank 1 alone after the fourth evaluation; by their mean the third is the best."""
+    (tmp_path / "program.py").write_text(TWO_MINDS)
+    result = run(command(launcher, 2, ["program.py", backend]), cwd=tmp_path)
+    assert result.code == 0, result.text[-3000:]
+    assert [(tmp_path / f"steps{rank}").read_text() for rank in (0, 1)] == [str(6 * STEPS)] * 2
+    found = summary(tmp_path / "run")
+    assert (found["status"], found["steps"], found["best"]["step"]) == ("finished", 6 * STEPS, 3 * STEPS)

@@ -18,6 +18,8 @@ from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch
 from hvd_ddp.outside import from_json, read
 
+STALE = 7 * 86_400.0  # seconds after which no job still waits for its ranks
+
 
 class Channel(Protocol):
     """Carries one small card from rank 0 to all others of the same job."""
@@ -113,7 +115,7 @@ class FileChannel:
 
     MPI could carry the card as well, but then every DDP run would start MPI (1.1 s, and finalising it on every way
     out) for the sake of 200 bytes. A stale file of a killed job does no harm: its token opens nothing, and readers
-    look again until the start times out.
+    look again until the start times out. Who starts in the same folder a week later sweeps it up.
     """
 
     def __init__(self, directory: Path, job: str) -> None:
@@ -134,8 +136,16 @@ class FileChannel:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(card)
             os.replace(temporary, self._path)
+            self._sweep()
         except OSError as error:
             raise self._refusal(folder, str(error.strerror)) from error
+
+    def _sweep(self) -> None:
+        now = self._path.stat().st_mtime  # by the file system's clock
+        for path in self._path.parent.glob(".rendezvous-*"):
+            with contextlib.suppress(OSError):
+                if now - path.stat().st_mtime > STALE:
+                    path.unlink()
 
     @staticmethod
     def _refusal(folder: Path, reason: str) -> HvdDDPError:

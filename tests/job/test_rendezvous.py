@@ -839,3 +839,15 @@ def test_a_card_file_is_not_read_through_a_strangers_hands(two: Ranks) -> None:
     assert FileChannel(two.directory, "openmpi-42").card() is None
     two.start(1, 0)
     two.meetings()
+
+
+def test_cards_of_dead_jobs_are_swept_up(tmp_path: Path) -> None:
+    """After a week; other files stay."""
+    for name, days in ((".rendezvous-old", 8), (".rendezvous-new", 6), ("results-old", 8)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - days * 86_400,) * 2)
+    channel = FileChannel(tmp_path, "mine")
+    channel.offer(b"{}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".rendezvous-mine", ".rendezvous-new", "results-old"]
+    channel.withdraw()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".rendezvous-new", "results-old"]
