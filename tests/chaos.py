@@ -4,6 +4,9 @@ Two ranks train under a backend drawn for each start, are killed, and are starte
 must go on from the newest checkpoint that is whole (judged here, with sha256 alone), and every run that was killed
 some ten times must end with the bits of one that was not. To start ranks is to fork them from this process, which has
 imported everything: what is left of a start is what this project does in it.
+
+A kill costs the steps since the last whole checkpoint: an interval at most while a save takes less than a step, as with
+--step-seconds 0.2; without it a save takes about as long as an interval, and may cost another.
 """
 
 from __future__ import annotations
@@ -228,11 +231,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--step-seconds", type=float, default=0.0)
     arguments = parser.parse_args()
+    os.environ["STEP_SECONDS"] = str(arguments.step_seconds)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         kills = chaos(Path(folder), arguments.kills, arguments.seed)
-    print(f"{len(kills)} kills in {time.monotonic() - began:.0f} s, a save every {INTERVAL} of {STEPS} steps")
+    print(
+        f"{len(kills)} kills in {time.monotonic() - began:.0f} s, a save every {INTERVAL} of {STEPS} steps, "
+        f"which take {arguments.step_seconds:g} s more"
+    )
     print(table(kills))
 
 

@@ -153,6 +153,7 @@ class Wide(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
+            time.sleep(float(os.environ.get("STEP_SECONDS", 0)))
             x = x * (1 + 0.01 * np.random.standard_normal()) + 0.01 * random.random()
         return self.layers(x)
 

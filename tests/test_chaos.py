@@ -8,10 +8,10 @@ import pytest
 from launchers import ROOT, environment
 
 
-def chaos(num_kills: int, folder: Path, *, timeout: float) -> str:
+def chaos(num_kills: int, folder: Path, *options: str, timeout: float) -> str:
     """What it prints; a process of its own, for it forks."""
     result = subprocess.run(
-        [sys.executable, "tests/chaos.py", "--kills", str(num_kills)],
+        [sys.executable, "tests/chaos.py", "--kills", str(num_kills), *options],
         cwd=ROOT, env=environment(TMPDIR=str(folder), OMP_NUM_THREADS="1"), text=True, timeout=timeout,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
@@ -25,5 +25,6 @@ def test_some_kills(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(4000)
-def test_three_hundred_kills(tmp_path: Path) -> None:
-    print(chaos(300, tmp_path, timeout=3600))
+@pytest.mark.parametrize("step_seconds", ["0", "0.2"])
+def test_three_hundred_kills(step_seconds: str, tmp_path: Path) -> None:
+    print(chaos(300, tmp_path, "--step-seconds", step_seconds, timeout=3600))
