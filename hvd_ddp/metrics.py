@@ -17,13 +17,12 @@ class Sums:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._sums: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor | float] = {}  # a number of the host stays one until it is asked for
 
     def add(self, name: str, value: Tensor | float) -> None:
         """Add a scalar to the sum of that name."""
-        if name not in self._sums:
-            self._sums[name] = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._sums[name] += value.detach() if isinstance(value, Tensor) else value
+        own = value.detach().double() if isinstance(value, Tensor) else value
+        self._sums[name] = self._sums.get(name, 0.0) + own
 
     def reduce(self, backend: Backend, names: list[str]) -> dict[str, float]:
         """The sums over all ranks, in one all_reduce; starts again from zero.
@@ -32,7 +31,8 @@ class Sums:
         """
         for name in names:
             self.add(name, 0.0)
-        totals = backend.all_reduce(torch.stack([self._sums[name] for name in names])).tolist()
+        sums = [torch.as_tensor(self._sums[name], dtype=torch.float64, device=self._device) for name in names]
+        totals = backend.all_reduce(torch.stack(sums)).tolist()
         self._sums.clear()
         return dict(zip(names, totals, strict=True))
 

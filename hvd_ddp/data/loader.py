@@ -105,7 +105,10 @@ class ArrayLoader:
 
 def _as_tensor(array: NDArray[Any]) -> Tensor:
     """A tensor on the array's own memory; a copy only where the array has strides that torch can't take."""
+    array = np.ascontiguousarray(array)
+    if array.flags.writeable:  # as the indices of each step
+        return torch.from_numpy(array)
     with warnings.catch_warnings():
         # Read-only arrays (memory-mapped, or from bytes) are fine: nothing writes to these tensors.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(np.ascontiguousarray(array))
+        return torch.from_numpy(array)
