@@ -22,7 +22,7 @@ def command_to_go_on(directory: Path) -> str:
 
 def figures(results: dict[str, Any]) -> str:
     """An evaluation's results in words."""
-    known = ("steps", "epochs", "samples_per_second", "num_samples", "best")
+    known = ("steps", "epochs", "samples_per_second", "num_samples", "best", "phases")
     text = ", ".join(f"{name} {value:.4f}" for name, value in results.items() if name not in known)
     return text + (f" on {results['num_samples']} samples" if "num_samples" in results else "")
 

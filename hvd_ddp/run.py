@@ -214,6 +214,8 @@ class Run:
                 + ", ".join(filter(None, [f"{results['samples_per_second']:.0f} samples/s", figures(results)]))
                 + f"; {self.directory}"
             )
+            phases = ", ".join(f"{phase} {share:.0%}" for phase, share in results["phases"].items() if share >= 0.005)
+            self.console.line(f"where the time went: {phases}")
             if status == "preempted":
                 self.console.line(f"to go on: {command_to_go_on(self.directory)}")
         return {"status": status, **results}
@@ -231,6 +233,8 @@ class Run:
         """Report an interval of training steps."""
         self.metrics.write("train", step=step, **row)
         text = "epoch {epoch}  loss {loss:.4f}  lr {lr:.2e}  {samples_per_second:.0f} samples/s".format(**row)
+        if slow := row.get("slowest"):
+            text += "  waiting for rank {rank} ({host}): {phase}, {seconds:.3f} s a step".format(**slow)
         self.console.progress(step, self.total_steps, text)
         log.info("step %d  %s", step, text)
 

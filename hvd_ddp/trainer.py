@@ -73,7 +73,7 @@ class Trainer:
         self.place = Place()
         self.total_steps = config.max_steps or config.epochs * self.feed.steps_per_epoch
         self._norms = [module for module in self.model.modules() if isinstance(module, _NormBase)]
-        self._interval = Interval(backend.device)
+        self._interval = Interval(backend)
         self._grad_norm = torch.zeros(())
         self._skipped = 0  # steps in a row
         self._averaged_at = self._saved_at = self._evaluated_at = -1  # steps
@@ -128,7 +128,7 @@ class Trainer:
         self._save(run)
         speed = self._num_samples / (time.perf_counter() - began)
         results |= {"steps": self.step, "epochs": self.feed.epochs(self.place), "samples_per_second": speed}
-        results["best"] = self.decisions.best
+        results |= {"best": self.decisions.best, "phases": self._interval.phases()}
         run.finish_saving()
         return run.close(status, results)
 
@@ -228,10 +228,7 @@ class Trainer:
             if self.stop.after(self.step, known=self._cut_short):
                 return
             self.pulse.at("loading data")
-            began = time.perf_counter()
-            step = next(steps)
-            self._interval.waited(time.perf_counter() - began)
-            yield step
+            yield next(steps)
 
     def _agree(self, counts: list[int]) -> list[int]:
         """The sums over all ranks: of samples in steps of a stream."""
@@ -283,8 +280,7 @@ class Trainer:
     def _log(self, run: Run) -> None:
         self.pulse.at("logging")
         rate, norm = self.optimizer.param_groups[0]["lr"], float(self._grad_norm)
-        row = self._interval.row(self.backend)
-        run.trained(step=self.step, epoch=self.place.epoch, lr=rate, grad_norm=norm, **row)
+        run.trained(step=self.step, epoch=self.place.epoch, lr=rate, grad_norm=norm, **self._interval.row())
 
     def _evaluate(self, run: Run) -> dict[str, Any]:
         results = self.evaluate()

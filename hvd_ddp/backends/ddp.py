@@ -99,7 +99,23 @@ class DDPBackend(Backend):
             **_no_buffers_in_forward(),
         )
         self._wrapped.add(wrapped)
+        self._mark_the_end_of_computing(wrapped)
         return wrapped, optimizer
+
+    def _mark_the_end_of_computing(self, wrapped: DistributedDataParallel) -> None:
+        """Backward also waits for what is still under way when the last gradient is there: a phase of its own.
+
+        That is the gradient of what forward uses first, for most models the first parameter.
+        """
+        pulse, known = self.meeting.pulse, weakref.ref(wrapped)
+
+        def mark(_: Tensor) -> None:
+            wrapped = known()
+            if wrapped is not None and wrapped.require_backward_grad_sync:
+                pulse.at("averaging gradients")
+
+        first = next(parameter for parameter in wrapped.module.parameters() if parameter.requires_grad)
+        first.register_post_accumulate_grad_hook(mark)
 
     @contextmanager
     def no_sync(self, wrapped: nn.Module) -> Iterator[None]:
