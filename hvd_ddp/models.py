@@ -43,6 +43,12 @@ class ConvNet(nn.Module):
         return outputs
 
 
+def move(model: nn.Module, device: torch.device, dtype: torch.dtype, *, channels_last: bool) -> nn.Module:
+    """The same model, there and in these numbers; its convolutions with or without their channels last in memory."""
+    model = model.to(device, dtype)
+    return model.to(memory_format=torch.channels_last) if channels_last else model
+
+
 @contextmanager
 def left_alone(norms: list[_NormBase]) -> Iterator[None]:
     """Keep what is computed inside out of the running statistics of these layers, and use those."""

@@ -198,6 +198,12 @@ class Run:
             raise OSError(errno.ECANCELED, "this job has ended")
         self._lock.check(now=now)
 
+    @property
+    def trace(self) -> Path | None:
+        """Where --profile puts what this rank did."""
+        rank = f"rank_{self.backend.launch.rank:04d}.json"
+        return self.directory / "profile" / str(self.start.restart) / rank if self.config.profile else None
+
     def holds(self, path: str) -> bool:
         """Whether that checkpoint is one of this run."""
         return Path(path).parent == self.directory / "checkpoints"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from hvd_ddp.ema import Average, NoAverage
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.evaluation import evaluate
 from hvd_ddp.metrics import Interval
-from hvd_ddp.models import left_alone
+from hvd_ddp.models import left_alone, move
 from hvd_ddp.optim import clip, learning_rate, load
 from hvd_ddp.precision import Precision
+from hvd_ddp.profiling import profiled
 from hvd_ddp.replicas import check_replicas
 from hvd_ddp.run import Run
 from hvd_ddp.seeding import seed_step
@@ -58,13 +60,13 @@ class Trainer:
         self.task = task or Classification(config.label_smoothing)
         self.precision = Precision(config.precision, backend.device)
         model = backend.sync_batchnorm(model) if config.sync_bn else model
-        self.model = model.to(backend.device, self.precision.dtype)
+        self.model = move(model, backend.device, self.precision.dtype, channels_last=config.channels_last)
         self.wrapped, self.optimizer = backend.prepare(
-            self.model,
-            optimizer,
-            accumulate=config.accumulate,
-            find_unused_parameters=config.find_unused_parameters,
-        )
+            self.model, optimizer,
+            accumulate=config.accumulate, find_unused_parameters=config.find_unused_parameters,
+        )  # fmt: skip
+        if config.compile:
+            self.wrapped.compile()
         self.average = NoAverage() if config.ema is None else Average(self.model, config.ema)
         launch = backend.launch
         rank = Rank(launch.rank, launch.world_size, launch.local_world_size or 1)
@@ -110,7 +112,7 @@ class Trainer:
         began, results = time.perf_counter(), {}
         if self.step == self.total_steps or (self.step != self._evaluated_at and self._evaluation_due()):
             results = self._evaluate(run)  # a stop or a kill came before it
-        for step in self._steps():
+        for step in self._steps(run.trace):
             self.train_step(step.micros, step.window)
             self.place = step.place
             if self.step % self.config.log_every == 0 or self.step == self.total_steps:
@@ -221,14 +223,16 @@ class Trainer:
         self.place = self.feed.place(self.step, state.get("place", {}))
         self._evaluated_at = progress.get("evaluated_at", -1)
 
-    def _steps(self) -> Iterator[Step]:
+    def _steps(self, trace: Path | None) -> Iterator[Step]:
         """From the present step to the last."""
         steps = self.feed.steps(self.place, self.total_steps - self.step)
-        while self.step < self.total_steps and not self.decisions.end(self.config):
-            if self.stop.after(self.step, known=self._cut_short):
-                return
-            self.pulse.at("loading data")
-            yield next(steps)
+        with profiled(trace) as stepped:
+            while self.step < self.total_steps and not self.decisions.end(self.config):
+                if self.stop.after(self.step, known=self._cut_short):
+                    return
+                self.pulse.at("loading data")
+                yield next(steps)
+                stepped()
 
     def _agree(self, counts: list[int]) -> list[int]:
         """The sums over all ranks: of samples in steps of a stream."""

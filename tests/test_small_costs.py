@@ -1,0 +1,69 @@
+"""--compile, --channels-last and --profile: the same training, in other ways."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from launchers import ROOT, Result, command, run
+from rundir import newest, tensors
+
+from hvd_ddp.config import TrainConfig
+from hvd_ddp.models import ConvNet, move
+
+
+def trained(folder: Path, *options: str, launcher: str = "--nproc", backend: str = "ddp", steps: int = 6) -> Result:
+    program = ["-m", "hvd_ddp", "train", "--threads", "1", "--backend", backend, "--run-dir", folder.name,
+               "--precision", "fp64", "--max-steps", str(steps), *options]  # fmt: skip
+    result = run(
+        command(launcher, 2, program), cwd=folder.parent, timeout=200,
+        PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}", TORCHINDUCTOR_CACHE_DIR=f"{folder}.cache",
+    )  # fmt: skip
+    assert result.code == 0, result.text[-3000:]
+    return result
+
+
+def check_close(one: Path, other: Path, *, close: float = 1e-10) -> None:
+    """In float64 only the order of sums differs."""
+    mine, theirs = tensors(newest(one)), tensors(newest(other))
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        torch.testing.assert_close(value, theirs[name], rtol=close, atol=close, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend"), [("--nproc", "ddp"), pytest.param("mpirun", "horovod", marks=pytest.mark.full)]
+)
+def test_compiled(launcher: str, backend: str, tmp_path: Path) -> None:
+    model = ["--model", "factories:Small"]
+    trained(tmp_path / "eager", *model)
+    trained(tmp_path / "compiled", *model, "--compile", launcher=launcher, backend=backend)
+    check_close(tmp_path / "eager", tmp_path / "compiled")
+    assert list(tmp_path.glob("compiled.cache/**/*.so")) and not list(tmp_path.glob("eager.cache/**/*.so"))
+
+
+def test_channels_last(tmp_path: Path) -> None:
+    trained(tmp_path / "first")
+    trained(tmp_path / "last", "--channels-last")
+    check_close(tmp_path / "first", tmp_path / "last")
+    model = move(ConvNet(10, 3), torch.device("cpu"), torch.float64, channels_last=True)
+    output = next(model.children())(torch.zeros(2, 3, 8, 8, dtype=torch.float64))
+    assert output.is_contiguous(memory_format=torch.channels_last), "pictures follow the weights"
+
+
+def test_neither_may_change_in_a_run() -> None:
+    options = {field.name: field.metadata.get("may_change") for field in TrainConfig.__dataclass_fields__.values()}
+    assert not options["compile"] and not options["channels_last"] and options["profile"]
+
+
+def test_a_profile(tmp_path: Path) -> None:
+    """Of ten steps of each rank; a run that ends before leaves none."""
+    trained(tmp_path / "run", "--profile", "--model", "factories:Small", steps=25)
+    for rank in (0, 1):
+        events = json.loads((tmp_path / f"run/profile/0/rank_000{rank}.json").read_text())["traceEvents"]
+        names = [event["name"] for event in events]
+        assert names.count("Optimizer.step#Adam.step") == 10
+        assert any("backward" in name.lower() for name in names)
+    assert len(list((tmp_path / "run/profile/0").iterdir())) == 2
+    trained(tmp_path / "short", "--profile", "--model", "factories:Small", steps=5)
+    assert not (tmp_path / "short/profile").exists()
