@@ -15,6 +15,7 @@ from hvd_ddp.job.launch import is_speaker
 COMMANDS = {
     "train": "hvd_ddp.commands.train",
     "evaluate": "hvd_ddp.commands.evaluate",
+    "predict": "hvd_ddp.commands.predict",
     "data": "hvd_ddp.commands.data",
     "bench": "hvd_ddp.commands.bench",
     "plot": "hvd_ddp.commands.plot",

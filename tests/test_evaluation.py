@@ -7,7 +7,7 @@ import pytest
 from launchers import command, run, train
 
 from hvd_ddp.checkpoint import save
-from hvd_ddp.commands.evaluate import Options, _read
+from hvd_ddp.commands.trained import Choice, read
 from hvd_ddp.errors import HvdDDPError
 
 
@@ -87,12 +87,12 @@ def test_remainders(tmp_path: Path) -> None:
 
 def test_of_a_run_directory_the_best_one(checkpoint: Path, tmp_path: Path) -> None:
     folder = checkpoint / "checkpoints"
-    assert _read(Options(checkpoint, best=True)) == (folder / "step_00000023.pt").read_bytes()
+    assert read(Choice(checkpoint, best=True)) == (folder / "step_00000023.pt").read_bytes()
     with pytest.raises(HvdDDPError, match="--best is of a run directory"):
-        _read(Options(folder / "step_00000023.pt", best=True))
+        read(Choice(folder / "step_00000023.pt", best=True))
     with pytest.raises(HvdDDPError, match="no whole checkpoint"):
-        _read(Options(tmp_path, best=True))
+        read(Choice(tmp_path, best=True))
     for best, words in ((None, "nothing has been evaluated"), ({"step": 7, "accuracy": 0.5}, "step_00000007.pt")):
         save(tmp_path / "checkpoints", 9, {"decisions": {"best": best}}, keep=1)
         with pytest.raises(HvdDDPError, match=words):
-            _read(Options(tmp_path, best=True))
+            read(Choice(tmp_path, best=True))

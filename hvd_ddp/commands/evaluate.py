@@ -2,163 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING
 
-import tyro
+from hvd_ddp.commands.trained import Choice, on_ranks, trained
 
-from hvd_ddp.config import BackendName, DeviceName, Precision, TrainConfig, TransportName
-from hvd_ddp.errors import FINISHED, HvdDDPError
-from hvd_ddp.job.launch import detect
-from hvd_ddp.job.spawn import spawn, wants_ranks
-
-NEEDED = ("data", "data_dir", "model", "precision", "seed", "skip_bad", "workers")  # of the training's options
+if TYPE_CHECKING:
+    from hvd_ddp.backends.base import Backend
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Choice):
     """Evaluate a checkpoint on the evaluation part of a data set: each sample once, over all ranks."""
 
-    checkpoint: tyro.conf.Positional[Path]
-    """Checkpoint file, or run directory (then its newest whole checkpoint)."""
-    best: bool = False
-    """Of a run directory the checkpoint of its best evaluation."""
-    data: str | None = None
-    """Data set. None: the one that it was trained on."""
-    data_dir: Path | None = None
-    """Folder of the data set's files. None: as in training."""
-    model: str | None = None
-    """Model. None: the one that was trained."""
-    precision: Precision | None = None
-    """None: as in training."""
-    backend: BackendName = TrainConfig.backend
-    """As for train."""
-    transport: TransportName = TrainConfig.transport
-    """As for train."""
-    device: DeviceName = TrainConfig.device
-    """As for train."""
-    nproc: int | None = None
-    """Start this many ranks on this machine."""
-    threads: Literal["auto"] | int = TrainConfig.threads
-    """As for train."""
-    start_timeout: float = TrainConfig.start_timeout
-    """Seconds to wait for all ranks at the start."""
-    timeout: float = TrainConfig.timeout
-    """Seconds of silence after which a peer counts as dead."""
     json: bool = False
     """Print one JSON object and nothing else."""
 
 
 def run(arguments: list[str]) -> int:
     """`python -m hvd_ddp evaluate`."""
-    launch = detect()
-    # tyro's console_outputs does not silence a value that it can't read
-    with contextlib.nullcontext() if launch.rank == 0 else contextlib.redirect_stderr(io.StringIO()):
-        options = tyro.cli(Options, args=arguments, prog="python -m hvd_ddp evaluate", console_outputs=launch.rank == 0)
-    if wants_ranks(options.nproc, launch):
-        return spawn(options.nproc or 1, ["evaluate", *arguments])
-    from hvd_ddp.backends import connect
-    from hvd_ddp.job.health import ends_together
-
-    backend = connect(
-        options.backend,
-        options.transport,
-        options.device,
-        threads=options.threads,
-        start_timeout=options.start_timeout,
-        timeout=options.timeout,
-    )
-    with ends_together(backend.meeting, timeout=options.timeout), backend:
-        results = _evaluate(options, backend)
-        if backend.is_main:
-            print(json.dumps(results) if options.json else _text(options, results), flush=True)
-    return FINISHED
+    return on_ranks("evaluate", Options, arguments, _evaluate)
 
 
-def _evaluate(options: Options, backend: Any) -> dict[str, float]:
-    from hvd_ddp import assemble, checkpoint
-    from hvd_ddp.data.feed import Rank, feed
+def _evaluate(options: Options, backend: Backend) -> None:
+    from hvd_ddp.banner import figures
     from hvd_ddp.evaluation import evaluate
-    from hvd_ddp.precision import Precision as Numbers
     from hvd_ddp.tasks import Classification
 
-    origin = str(options.checkpoint)
-    state = checkpoint.parse(backend.bytes_from_main(lambda: _read(options)), origin)
-    config = _config(options, state, origin)
-    data = assemble.load_data(config.data, config.data_dir, backend)
-    model = assemble.load_model(config, data, backend)
-    assemble.fit_weights(model, state, origin)
-    numbers = Numbers(config.precision, backend.device)
-    model.to(backend.device, numbers.dtype)
-    launch = backend.launch
-    rank = Rank(launch.rank, launch.world_size, launch.local_world_size or 1)
-    with contextlib.closing(
-        feed(config, data, rank, device=backend.device, dtype=numbers.dtype, agree=lambda counts: counts)
-    ) as batches:
-        with backend.meeting.pulse.long_work("starting loader workers"):
-            batches.start()
-        return evaluate(model, batches, task=Classification(), precision=numbers, backend=backend)
-
-
-def _read(options: Options) -> bytes:
-    from hvd_ddp import assemble, checkpoint
-    from hvd_ddp.state import is_decisions
-
-    path = options.checkpoint
-    if not path.is_dir():
-        if options.best:
-            raise HvdDDPError(
-                f"--best is of a run directory, and `{path}` is none. Give the directory, or leave it out."
-            )
-        return assemble.read_weights(path)
-    newest, data, passed_over = checkpoint.newest_whole(path / "checkpoints")
-    if newest is None:
-        raise HvdDDPError(f"`{path}` has no whole checkpoint. {' '.join(passed_over)} Give another run or a file.")
-    if options.best:
-        decisions = checkpoint.parse(data, str(newest)).get("decisions")
-        best = decisions.get("best") if isinstance(decisions, dict) and is_decisions(decisions) else None
-        if best is None:
-            raise HvdDDPError(f"`{path}` has no best checkpoint: nothing has been evaluated. Leave --best out.")
-        return checkpoint.verified(checkpoint.of_step(path / "checkpoints", best["step"]))
-    return data
-
-
-def _config(options: Options, state: dict[str, Any], origin: str) -> TrainConfig:
-    """What of the training's configuration an evaluation needs, with what is asked for here in its place."""
-    from hvd_ddp.state import is_config
-
-    if not is_config(state.get("config")):
-        raise HvdDDPError(f"`{origin}` is no checkpoint of a run: it has no configuration. Give one that train wrote.")
-    values = {name: state["config"][name] for name in NEEDED if name in state["config"]}
-    for name in ("data", "data_dir", "model", "precision"):
-        if getattr(options, name) is not None:
-            values[name] = getattr(options, name)
-        elif name in ("data", "model"):
-            _refuse_code(name, values.get(name), origin)
-    try:
-        return TrainConfig.from_dict(values)
-    except ValueError as error:
-        raise HvdDDPError(f"`{origin}` has a configuration that train can't have written: {error}") from error
-
-
-def _refuse_code(option: str, name: Any, origin: str) -> None:
-    """Raise HvdDDPError where a checkpoint, which may be anybody's, names code to run that is not the user's own."""
-    from hvd_ddp.models import is_own_code
-
-    if not isinstance(name, str) or ":" not in name or name.startswith(("image_folder:", "synthetic:")):
-        return
-    if not is_own_code(name):
-        raise HvdDDPError(
-            f"`{origin}` names `{name[:100]}` as its {option}, which is not among your own files: whoever wrote the "
-            f"checkpoint would have it run here. If that is what you want, say so: --{option} {name[:100]}."
-        )
-
-
-def _text(options: Options, results: dict[str, float]) -> str:
-    from hvd_ddp.banner import figures
-
-    return f"{options.checkpoint}: {figures(results)}"
+    with trained(options, backend) as it:
+        results = evaluate(it.model, it.feed, task=Classification(), precision=it.numbers, backend=backend)
+    if backend.is_main:
+        print(json.dumps(results) if options.json else f"{options.checkpoint}: {figures(results)}", flush=True)

@@ -18,7 +18,7 @@ from fuzz.guard import fuzz
 from fuzz.mutations import changed, put, spoilt, strange, values
 from fuzz.test_run_directory import backend
 from hvd_ddp import assemble, checkpoint
-from hvd_ddp.commands import evaluate
+from hvd_ddp.commands import trained
 from hvd_ddp.config import TrainConfig
 from hvd_ddp.data.arrays import ArrayDataset, Data
 from hvd_ddp.optim import build
@@ -149,7 +149,7 @@ def look(path: Path) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     assemble.fit_weights(model, state, str(path))
     model(torch.zeros(2, 1, 2, 2))
-    evaluate._config(options, state, str(path))
+    trained._config(options, state, str(path))
 
 
 @fuzz(60, SEEDS, content=st.deferred(lambda: spoilt(as_file({"model": {"w": torch.ones(3)}, "step": 1}))))
@@ -183,7 +183,7 @@ def test_the_best_one(folder: Path, best: Any) -> None:
     directory = folder / "inside"
     store(directory, as_file({**valid(), "decisions": {"best": best, "stale": 0, "waited": 0, "drops": 0}}))
     options: Any = SimpleNamespace(checkpoint=directory, best=True)
-    evaluate._read(options)
+    trained.read(options)
 
 
 @fuzz(20, what=strange, of_hash=st.booleans())
