@@ -29,6 +29,7 @@ LAYERS = [
         "decisions",
         "history",
         "anatomy",
+        "profiling",
     },
     {"metrics", "checkpoint", "lock", "evaluation", "saving", "banner", "replicas", "state"},
     {"resume"},
