@@ -37,7 +37,7 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 DESCRIPTION = """Train a model on one rank or thousands, under DDP or Horovod.
 
-Other commands: doctor, evaluate, plot, data, bench, install-horovod (each with --help)."""
+Other commands: doctor, evaluate, predict, plot, data, bench, install-horovod (each with --help)."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Options(TrainConfig):
     wins."""
     print_config: bool = False
     """Print the whole configuration as YAML and stop."""
+    dry_run: bool = False
+    """Build everything, run two steps, tell what time and memory the training would take, and write nothing."""
 
 
 def run(arguments: list[str]) -> int:
@@ -64,7 +66,7 @@ def run(arguments: list[str]) -> int:
         return FINISHED
     if wants_ranks(config.nproc, detect()):
         return spawn(config.nproc or 1, ["train", *arguments])
-    return _train(config)
+    return _train(config, only_try=options.dry_run)
 
 
 def parse(arguments: list[str], *, show_errors: bool = True) -> Options:
@@ -144,7 +146,7 @@ def _as_argument(name: str, value: Any) -> str:
     return f"--{flag}={value}"
 
 
-def _train(config: TrainConfig) -> int:
+def _train(config: TrainConfig, *, only_try: bool) -> int:
     signals = Signals()  # before torch is imported: the warning must not kill a job that is still starting
     warning = getattr(signal, f"SIG{config.signal}")
     signals.catch(warning)
@@ -174,7 +176,12 @@ def _train(config: TrainConfig) -> int:
         with backend.meeting.pulse.long_work("building the model"):
             model = load_model(config, data, backend)
             optimizer = build(config, model.parameters())  # imports torch._dynamo: some 900 files
-        results = Trainer(config, model, optimizer, data, backend).fit()
+        trainer = Trainer(config, model, optimizer, data, backend)
+        if only_try:
+            from hvd_ddp.commands.dry_run import dry_run
+
+            dry_run(trainer)
+        results = {"status": "finished"} if only_try else trainer.fit()
     if results["status"] == "finished" or stop.order is None:
         signals.ignore()
         return FINISHED
