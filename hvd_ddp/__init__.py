@@ -4,10 +4,11 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Backend", "HvdDDPError", "TrainConfig", "Trainer", "connect"]
+__all__ = ["Backend", "Communication", "HvdDDPError", "TrainConfig", "Trainer", "connect"]
 
 _WHERE = {
     "Backend": "hvd_ddp.backends.base",
+    "Communication": "hvd_ddp.config",
     "HvdDDPError": "hvd_ddp.errors",
     "TrainConfig": "hvd_ddp.config",
     "Trainer": "hvd_ddp.trainer",

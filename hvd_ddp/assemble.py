@@ -9,7 +9,7 @@ from torch import nn
 
 from hvd_ddp import checkpoint, models
 from hvd_ddp.backends.base import Backend
-from hvd_ddp.config import TrainConfig
+from hvd_ddp.config import PLAIN, Communication, TrainConfig
 from hvd_ddp.data import datasets
 from hvd_ddp.data.arrays import Data, is_float
 from hvd_ddp.errors import HvdDDPError
@@ -72,8 +72,13 @@ def fit_weights(model: nn.Module, state: dict[str, Any], origin: str) -> None:
         raise HvdDDPError(f"The weights in `{origin}` do not fit the model: {said[:300]}") from error
 
 
-def check(config: TrainConfig, data: Data, world_size: int) -> None:
-    """Raise HvdDDPError for options that do not fit the data or the number of ranks."""
+def check(config: TrainConfig, data: Data, world_size: int, communication: Communication = PLAIN) -> None:
+    """Raise HvdDDPError for options that do not fit the data, the number of ranks or what the backend was told."""
+    if config.communication != communication:
+        raise HvdDDPError(
+            f"The options say `{config.communication.given()}` of communication, the backend was connected with "
+            f"`{communication.given()}`. Use connect(communication=config.communication)."
+        )
     if config.augment != "none" and is_float(data.train.dtype):
         raise HvdDDPError(
             f"--augment is `{config.augment}`, but the samples of {data.name} are `{data.train.dtype}`: only "

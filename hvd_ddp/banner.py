@@ -32,12 +32,13 @@ def banner(config: TrainConfig, backend: Backend, directory: Path) -> list[str]:
     launch = backend.launch
     share = f"{config.global_batch / launch.world_size:g} a rank"
     augment = f" (augment {config.augment})" if config.augment != "none" else ""
+    told = [f", {name.replace('_', ' ')} {value}" for name, value in backend.communication.given().items()]
     cut = f", in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
     return [
         f"launcher {launch.launcher} ({launch.seen}), {launch.world_size} rank(s) on {', '.join(launch.nodes[:8])}"
         + (f" and {len(launch.nodes) - 8} more" if len(launch.nodes) > 8 else ""),
         f"backend {backend.name} ({backend.why}), transport {backend.transport}, device {backend.device}, "
-        f"{torch.get_num_threads()} thread(s) a rank",
+        f"{torch.get_num_threads()} thread(s) a rank{''.join(told)}",
         f"data {config.data}{augment}, model {config.model}, "
         f"{config.optimizer} at {config.lr:g}, {config.precision}; "
         f"global batch {config.global_batch}: {share}{cut}",

@@ -18,11 +18,31 @@ ScheduleName = Literal["constant", "cosine", "step", "plateau"]
 OnNan = Literal["stop", "skip"]
 SignalName = Literal["USR1", "USR2", "HUP", "ALRM", "URG"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+CompressionName = Literal["none", "fp16", "bf16", "powersgd"]
 
 
 def free(default: Any) -> Any:
     """A field that may change between two starts of one run; all others may not."""
     return field(default=default, metadata={"may_change": True})
+
+
+@dataclass(frozen=True)
+class Communication:
+    """How a backend is to move gradients: options of TrainConfig, which says what each means."""
+
+    compression: CompressionName = "none"
+    adasum: bool = False
+    bucket_mb: float | None = None
+    fusion_mb: float | None = None
+    cycle_ms: float | None = None
+    autotune: bool = False
+
+    def given(self) -> dict[str, Any]:
+        """What is not as by default, by name."""
+        return {f.name: value for f in dataclasses.fields(self) if (value := getattr(self, f.name)) != f.default}
+
+
+PLAIN = Communication()
 
 
 @dataclass(frozen=True)
@@ -118,6 +138,23 @@ class TrainConfig:
     find_unused_parameters: bool = free(False)
     """Allow parameters that get no gradient in a step, on some ranks or on all; costs one small all_reduce a step."""
 
+    # communication
+    compression: CompressionName = "none"
+    """In what form gradients travel. fp16, bf16 (DDP): in 16 bits. powersgd (DDP): two thin matrices for each large
+    one; what that leaves out is added to the next gradient, but forgotten in a resume, so that the numbers differ a
+    little from those of a run without a stop."""
+    adasum: bool = False
+    """Combine gradients by Horovod's Adasum, between sum and average as they point apart or together, instead of
+    averaging. Over MPI on 2, 4, 8, ... ranks."""
+    bucket_mb: float | None = free(None)
+    """MiB of gradients that DDP sends at once. None: torch's choice, 25 after a first one of 1."""
+    fusion_mb: float | None = free(None)
+    """MiB of gradients that Horovod sends at once; 0: each by itself. None: Horovod's choice, 128."""
+    cycle_ms: float | None = free(None)
+    """Milliseconds between two looks of Horovod at which gradients are ready. None: Horovod's choice, 1."""
+    autotune: bool = free(False)
+    """Let Horovod try out --fusion-mb and --cycle-ms while it trains, but for one that is given."""
+
     # run
     run_dir: Path | None = free(None)
     """Where everything is written. None: runs/job-<id> under a scheduler, else runs/<time>-<data>-<model>."""
@@ -182,8 +219,17 @@ class TrainConfig:
             raise ValueError(f"--ema is `{self.ema}`. Give a number between 0 and 1, such as 0.999.")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"--label-smoothing is `{self.label_smoothing}`. Give a number from 0 to below 1.")
+        for name, lowest, limit in (("bucket_mb", 1e-6, 1 << 20), ("fusion_mb", 0, 1 << 20), ("cycle_ms", 0.01, 1000)):
+            value = getattr(self, name)
+            if value is not None and not lowest <= value <= limit:
+                raise ValueError(f"{_flag(name)} is `{value}`. Give a number from {lowest:g} to {limit}.")
         if self.backend == "local" and self.nproc is not None and self.nproc > 1:
             raise ValueError(f"--backend local is one process, --nproc is `{self.nproc}`. Use --backend ddp.")
+
+    @property
+    def communication(self) -> Communication:
+        """Its part for `connect`."""
+        return Communication(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Communication)})
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:

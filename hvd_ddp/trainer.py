@@ -54,7 +54,7 @@ class Trainer:
         *,
         task: Task | None = None,
     ) -> None:
-        check(config, data, backend.launch.world_size)
+        check(config, data, backend.launch.world_size, backend.communication)
         self.config, self.data, self.backend = config, data, backend
         self.pulse, self.stop = backend.meeting.pulse, backend.meeting.stop
         self.task = task or Classification(config.label_smoothing)

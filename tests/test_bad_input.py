@@ -131,6 +131,10 @@ SAME = [*FAST, "--model", "factories:Small"]
         (["--clip-norm", "0"], ["--clip-norm is `0.0`"]),
         (["--label-smoothing", "1"], ["--label-smoothing is `1.0`"]),
         (["--ema", "1"], ["--ema is `1.0`"]),
+        (["--bucket-mb", "0"], ["--bucket-mb is `0.0`. Give a number from 1e-06 to 1048576"]),
+        (["--fusion-mb", "-1"], ["--fusion-mb is `-1.0`. Give a number from 0 to"]),
+        (["--cycle-ms", "nan"], ["--cycle-ms is `nan`"]),
+        (["--compression", "fp8"], ["--compression", "powersgd"]),
         (["--warmup-steps", "-1"], ["--warmup-steps is `-1`"]),
         (["--seed", "-1"], ["--seed is `-1`"]),
         (["--seed", str(2**64)], [f"--seed is `{2**64}`"]),
@@ -393,6 +397,8 @@ FOREIGN: dict[str, tuple[list[str], str, str]] = {
     "label_smoothing": (["--label-smoothing", "0.125"], "0.0", "0.125"),
     "precision": (["--precision", "fp64"], "fp32", "fp64"),
     "seed": (["--seed", "5"], "0", "5"),
+    "compression": (["--compression", "fp16"], "none", "fp16"),
+    "adasum": (["--adasum"], "False", "True"),
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from hvd_ddp.backends import mpi
-from hvd_ddp.config import BackendName, DeviceName, TransportName
+from hvd_ddp.config import PLAIN, BackendName, Communication, DeviceName, TransportName
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch, detect
 from hvd_ddp.job.rendezvous import meet
@@ -45,11 +45,13 @@ def connect(
     directory: Path = Path("runs"),
     start_timeout: float = 300.0,
     timeout: float = 300.0,
+    communication: Communication = PLAIN,
 ) -> Backend:
     """Meet the other ranks of this job and return a backend to be used as `with connect() as backend:`.
 
     `directory` is where ranks that have no other way leave a short-lived file to find each other; `start_timeout` and
-    `timeout` are seconds. Sets torch's number of threads. Raises HvdDDPError, the same on every rank.
+    `timeout` are seconds; `communication` is how gradients move. Sets torch's number of threads. Raises HvdDDPError,
+    the same on every rank.
     """
     import torch
 
@@ -60,11 +62,12 @@ def connect(
         cls = _load(chosen)
         where = _device(device, launch)
         carrier = cls.choose_transport(transport, launch, where)
+        cls.check(communication, carrier, launch, where)
     except HvdDDPError as problem:
         error = str(problem)
     meeting = meet(launch, directory=directory, start_timeout=start_timeout, error=error)
     torch.set_num_threads(meeting.cores if threads == "auto" else threads)
-    result = cls(meeting, transport=carrier, device=where, timeout=timeout)
+    result = cls(meeting, transport=carrier, device=where, timeout=timeout, communication=communication)
     result.why = why
     return result
 
@@ -80,10 +83,20 @@ def all_here(first: Backend) -> list[Backend]:
 
 
 def another(first: Backend, name: str, transport: str) -> Backend:
-    """A backend of the same job as `first`, to be set up when that is not; HvdDDPError where it can't work."""
+    """A backend of the same job as `first`, to be set up when that is not; HvdDDPError where it can't work.
+
+    It moves gradients in the same way.
+    """
     cls = _load(name)
     carrier = cls.choose_transport(transport, first.launch, first.device)
-    return cls(first.meeting, transport=carrier, device=first.device, timeout=first.timeout)
+    cls.check(first.communication, carrier, first.launch, first.device)
+    return cls(
+        first.meeting,
+        transport=carrier,
+        device=first.device,
+        timeout=first.timeout,
+        communication=first.communication,
+    )
 
 
 def _transports(name: str, first: Backend) -> list[str]:
@@ -93,7 +106,9 @@ def _transports(name: str, first: Backend) -> list[str]:
         if transport == "mpi" and not mpi.started_by_ours(first.launch):
             continue  # may work, but can't be tried: without its launcher some MPIs end the process
         with contextlib.suppress(HvdDDPError):
-            found.append(cls.choose_transport(transport, first.launch, first.device))
+            carrier = cls.choose_transport(transport, first.launch, first.device)
+            cls.check(first.communication, carrier, first.launch, first.device)
+            found.append(carrier)
     return found
 
 

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from hvd_ddp.backends.sync_bn import synchronized
+from hvd_ddp.config import PLAIN, Communication
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch, restore
 from hvd_ddp.job.rendezvous import Meeting
@@ -26,15 +27,25 @@ PIECE = 1 << 26  # bytes that broadcast_bytes moves at a time
 class Backend(ABC):
     """Joins the ranks of one job. `with backend:` sets up and tears down; both may be done again.
 
-    Attributes: `launch` (this rank's place), `device` (where this rank computes), `is_main` (rank 0), `transport`.
+    Attributes: `launch` (this rank's place), `device` (where this rank computes), `is_main` (rank 0), `transport`,
+    `communication` (how gradients move).
     """
 
     name: ClassVar[str]
     changes_transport: ClassVar[bool] = True  # whether one process may use several, one after the other
 
-    def __init__(self, meeting: Meeting, *, transport: str, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self,
+        meeting: Meeting,
+        *,
+        transport: str,
+        device: torch.device,
+        timeout: float,
+        communication: Communication = PLAIN,
+    ) -> None:
         self.meeting, self.launch = meeting, meeting.launch
         self.transport, self.device, self.timeout = transport, device, timeout
+        self.communication = communication
         self.is_main = meeting.launch.rank == 0
         self.why = "asked for"  # for the banner: why this backend
         meeting.lost_a_peer = self.lost_a_peer
@@ -43,6 +54,11 @@ class Backend(ABC):
     @abstractmethod
     def choose_transport(cls, transport: str, launch: Launch, device: torch.device) -> str:
         """The transport that `auto` stands for; raises HvdDDPError where the one that is asked for can't work."""
+
+    @classmethod
+    @abstractmethod
+    def check(cls, communication: Communication, transport: str, launch: Launch, device: torch.device) -> None:
+        """Raise HvdDDPError for the first option that this backend can't do over that transport, with the reason."""
 
     @abstractmethod
     def setup(self) -> None:
@@ -69,7 +85,8 @@ class Backend(ABC):
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, *, accumulate: int = 1, find_unused_parameters: bool = False
     ) -> tuple[nn.Module, Optimizer]:
-        """Return both, wrapped: every rank starts from rank 0's parameters and buffers, gradients come out averaged.
+        """Return both, wrapped: every rank starts from rank 0's parameters and buffers, gradients come out averaged
+        (or combined as `communication` says).
 
         State of the optimizer is lost: load it afterwards. `accumulate` is the largest number of backward passes
         before a `synchronize`.

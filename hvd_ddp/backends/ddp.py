@@ -23,7 +23,9 @@ from torch.optim import Optimizer
 
 from hvd_ddp.backends import mpi, mpi_group
 from hvd_ddp.backends.base import Backend, Op
+from hvd_ddp.backends.compression import check_powersgd, compression
 from hvd_ddp.backends.gradients import AllUsed, FindUnused
+from hvd_ddp.config import Communication
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch, export
 
@@ -48,6 +50,17 @@ class DDPBackend(Backend):
         if chosen == "mpi":
             mpi.check(launch)
         return chosen
+
+    @classmethod
+    def check(cls, communication: Communication, transport: str, launch: Launch, device: torch.device) -> None:
+        for name in communication.given():
+            if name not in ("compression", "bucket_mb"):
+                raise HvdDDPError(
+                    f"--{name.replace('_', '-')} tells Horovod what to do, and this job runs under DDP. Use --backend "
+                    f"horovod, or {'--bucket-mb' if name == 'fusion_mb' else 'leave it out'}."
+                )
+        if communication.compression == "powersgd":
+            check_powersgd(device)
 
     def setup(self) -> None:
         self._wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -96,8 +109,12 @@ class DDPBackend(Backend):
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,  # saves a copy of all gradients, the second of two
+            **_bucket_size(self.communication.bucket_mb),
             **_no_buffers_in_forward(),
         )
+        self._compression = compression(self.communication.compression)
+        self._compression.register(wrapped)
+        self._model = model
         self._wrapped.add(wrapped)
         self._mark_the_end_of_computing(wrapped)
         return wrapped, optimizer
@@ -127,6 +144,7 @@ class DDPBackend(Backend):
     def synchronize(self, optimizer: Optimizer) -> Iterator[None]:
         self._gradients.before()
         self._gradients.after()
+        self._compression.after(self._model)
         yield
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
@@ -143,6 +161,10 @@ def _fastest(launch: Launch, device: torch.device) -> str:
     if device.type == "cuda" and dist.is_nccl_available():
         return "nccl"
     return "mpi" if device.type == "cpu" and mpi.started_by_ours(launch) else "gloo"
+
+
+def _bucket_size(mebibytes: float | None) -> dict[str, Any]:
+    return {} if mebibytes is None else {"bucket_cap_mb": mebibytes}
 
 
 def _no_buffers_in_forward() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +15,10 @@ from hvd_ddp.backends import mpi
 from hvd_ddp.backends.base import Backend, Op
 from hvd_ddp.backends.gradients import AllUsed, FindUnused
 from hvd_ddp.backends.horovod_gloo import GlooServer
+from hvd_ddp.config import Communication
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.horovod_build.record import check_build
-from hvd_ddp.job.launch import Launch, export
+from hvd_ddp.job.launch import Launch, export, variables
 
 REMEDY = "Run `python -m hvd_ddp install-horovod`, or use --backend ddp."
 
@@ -45,6 +47,28 @@ class HorovodBackend(Backend):
             )
         return transport
 
+    @classmethod
+    def check(cls, communication: Communication, transport: str, launch: Launch, device: torch.device) -> None:
+        without = {
+            "bf16": "Horovod sums no bfloat16",
+            "powersgd": "PowerSGD is a hook of torch's DDP, Horovod has none",
+        }
+        if (reason := without.get(communication.compression)) is not None:
+            raise HvdDDPError(
+                f"--compression {communication.compression}: {reason}. Use --compression fp16, or --backend ddp."
+            )
+        if communication.bucket_mb is not None:
+            raise HvdDDPError("--bucket-mb is of DDP's buckets, and this job runs under Horovod. Use --fusion-mb.")
+        if communication.adasum:
+            _check_adasum(communication, transport, launch.world_size)
+        for name, value in _settings(communication).items():
+            users = variables(name).get(name)
+            if users not in (None, "", value):
+                raise HvdDDPError(
+                    f"{name} is `{users}` in the environment, and the options of this run say `{value}`: only one can "
+                    f"hold. Unset {name}, or leave the option out."
+                )
+
     def setup(self) -> None:
         hvd = import_horovod()
         if self.device.type == "cuda":
@@ -56,6 +80,7 @@ class HorovodBackend(Backend):
             mpi.start()  # else a second init after Horovod's shutdown aborts the job
         else:
             self._meet_over_gloo()
+        export(_settings(self.communication))
         hvd.init()
         if (hvd.rank(), hvd.size()) != (self.launch.rank, self.launch.world_size):
             raise HvdDDPError(
@@ -115,9 +140,19 @@ class HorovodBackend(Backend):
         hvd.broadcast_parameters({**dict(model.named_parameters()), **dict(model.named_buffers())}, root_rank=0)
         # No broadcast_optimizer_state: on a fresh optimizer it takes a step with zero gradients, so that weight decay
         # moves the weights. A fresh optimizer has no state; what a checkpoint brings is loaded after this.
+        half = self.communication.compression == "fp16"
         wrapped = hvd.DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=accumulate, op=hvd.Average
+            optimizer,
+            named_parameters=model.named_parameters(),
+            compression=hvd.Compression.fp16 if half else hvd.Compression.none,
+            backward_passes_per_step=accumulate,
+            op=hvd.Average,
+            gradient_predivide_factor=self.launch.world_size if half else 1.0,  # so that sums overflow no earlier
         )
+        if self.communication.adasum:
+            # Horovod's own optimizer for it steps from within backward: no norm could be clipped, no step skipped,
+            # and each rank would have a momentum of its own. Of gradients it is the same sum.
+            wrapped.op = hvd.Adasum
         return model, wrapped
 
     @contextmanager
@@ -136,6 +171,33 @@ class HorovodBackend(Backend):
 
     def all_reduce_(self, tensor: Tensor) -> None:
         self._hvd.allreduce_(tensor, op=self._hvd.Sum, name="hvd_ddp.in_place")
+
+
+def _settings(communication: Communication) -> dict[str, str]:
+    """What Horovod reads of it at its start, from the environment."""
+    settings = {}
+    if communication.fusion_mb is not None:
+        settings["HOROVOD_FUSION_THRESHOLD"] = str(int(communication.fusion_mb * (1 << 20)))
+    if communication.cycle_ms is not None:
+        settings["HOROVOD_CYCLE_TIME"] = f"{communication.cycle_ms:g}"
+    if communication.autotune:
+        settings["HOROVOD_AUTOTUNE"] = "1"
+    return settings
+
+
+def _check_adasum(communication: Communication, transport: str, world_size: int) -> None:
+    if transport != "mpi":
+        raise HvdDDPError(
+            f"--adasum: Horovod does it over MPI alone, and gradients travel over `{transport}`. Start with mpirun, "
+            "horovodrun or `srun --mpi=pmix` and --transport mpi."
+        )
+    if world_size & (world_size - 1):
+        raise HvdDDPError(f"--adasum joins ranks in pairs, and there are `{world_size}`. Start 2, 4, 8, ... ranks.")
+    if communication.compression == "fp16" and platform.machine() != "x86_64":
+        raise HvdDDPError(
+            f"--adasum: Horovod does it in 16 bits on x86_64 alone, and this is `{platform.machine()}`. Leave out "
+            "--compression or --adasum."
+        )
 
 
 def import_horovod() -> Any:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hvd_ddp.backends.base import Backend, Op
 from hvd_ddp.backends.gradients import AllUsed, FindUnused
+from hvd_ddp.config import Communication
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch
 
@@ -28,6 +29,10 @@ class LocalBackend(Backend):
                 "train alone. Use --backend ddp or horovod, or start one process."
             )
         return "none"
+
+    @classmethod
+    def check(cls, communication: Communication, transport: str, launch: Launch, device: torch.device) -> None:
+        """Nothing moves, so nothing is refused: a run may go on here that compressed its gradients on several ranks."""
 
     def setup(self) -> None:
         """Nothing to join."""

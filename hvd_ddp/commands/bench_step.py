@@ -17,7 +17,7 @@ import tyro
 
 from hvd_ddp.commands.bench import Row, show
 from hvd_ddp.commands.bench_ranks import start
-from hvd_ddp.config import OptimizerName, TrainConfig, TransportName
+from hvd_ddp.config import Communication, CompressionName, OptimizerName, TrainConfig, TransportName
 from hvd_ddp.errors import FINISHED, HvdDDPError
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class Options:
     """As for train."""
     optimizer: OptimizerName = TrainConfig.optimizer
     """As for train."""
+    compression: CompressionName = "none"
+    """Of the trainer's gradients, as for train; the loops send them whole."""
     transport: TransportName = "auto"
     """What carries the gradients of both of a pair."""
     every_transport: bool = False
@@ -108,7 +110,8 @@ def run(arguments: list[str]) -> int:
     from hvd_ddp.backends import connect
     from hvd_ddp.job.health import ends_together
 
-    first = connect("ddp", options.transport, threads=1)
+    communication = Communication(compression=options.compression)
+    first = connect("ddp", options.transport, threads=1, communication=communication)
     with ends_together(first.meeting, timeout=300.0) as line:
         pairs = measure(first, options, line)
         if first.is_main:
@@ -134,6 +137,7 @@ def measure(first: Backend, options: Options, line: Line) -> list[Pair]:
                         model=options.model,
                         global_batch=options.global_batch,
                         optimizer=options.optimizer,
+                        compression=options.compression,
                         run_dir=directory / f"{pair.names[1]}-{pair.backend.name}-{pair.backend.transport}-{number}",
                     )
                     turn = Turn(config, data, pair.backend, line, steps=options.steps)

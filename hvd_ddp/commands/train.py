@@ -161,6 +161,7 @@ def _train(config: TrainConfig, *, only_try: bool) -> int:
         directory=config.run_dir or Path("runs"),
         start_timeout=config.start_timeout,
         timeout=NO_TIMEOUT,
+        communication=config.communication,
     )
     stop = backend.meeting.stop
     stop.signals, stop.warning = signals, warning
