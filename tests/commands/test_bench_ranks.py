@@ -108,6 +108,11 @@ def test_guarded_and_unguarded_turns(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert during and beat not in during and line.on_beat is beat
 
 
+def test_step_with_a_compression_that_one_backend_has_not(tmp_path: Path) -> None:
+    result = bench("step", *SHORT, "--transport", "gloo", "--compression", "bf16", launcher="torchrun", cwd=tmp_path)
+    assert "hvd_ddp, ddp gloo" in result.out and "horovod" not in result.out
+
+
 def test_the_interval() -> None:
     """Of ratios 1.1, 1.0 and 1.21: the logarithms' mean is that of 1.1, their deviation log 1.1, t is 4.303."""
     with connect("local") as backend:

@@ -1,0 +1,34 @@
+"""Two hosts with 200 Mbit/s between them: what compression is worth. On a machine that has nothing else to do."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+from cluster.slurm import Cluster
+from runs import QUIET
+
+HERE = Path(__file__).parent
+WANTED = {"fp16": 1.7, "bf16": 1.7, "powersgd": 4.0}  # times the steps a second without
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("backend", "names"), [("ddp", ["none", "fp16", "bf16", "powersgd"]), ("horovod", ["none", "fp16"])]
+)
+def test_compression_pays(backend: str, names: list[str], two: Cluster, tmp_path: Path) -> None:
+    for node in two.nodes:
+        node.slow(mbit=200)
+    try:
+        program = ["python", str(HERE / "slow_link.py"), backend, "5", *names]
+        result = two.run("srun", "-N2", "--ntasks-per-node=1", *program, cwd=tmp_path, timeout=1100, **QUIET)
+    finally:
+        for node in two.nodes:
+            node.unslow()
+    assert result.code == 0, result.text[-3000:]
+    line = next(line for line in result.out.splitlines() if line.startswith("speeds "))
+    speeds = json.loads(line.removeprefix("speeds "))
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    for name in names[1:]:
+        assert medians[name] >= WANTED[name] * medians["none"], speeds
