@@ -14,10 +14,10 @@ from hvd_ddp.models import build
 COUNTED = 4
 
 
-def speed(backend: str, compression: str) -> float:
+def speed(backend: str, transport: str, compression: str) -> float:
     """Steps a second, one sample a rank and step, after those that PowerSGD averages in full."""
     communication = Communication(compression=compression)
-    with connect(backend, "gloo", "cpu", threads=1, communication=communication) as ours:
+    with connect(backend, transport, "cpu", threads=1, communication=communication) as ours:
         torch.manual_seed(0)
         model = build("resnet18", 10, (1, 28, 28))
         wrapped, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
@@ -36,11 +36,11 @@ def speed(backend: str, compression: str) -> float:
 
 
 def main() -> None:
-    backend, repeats, *names = sys.argv[1:]
+    backend, transport, repeats, *names = sys.argv[1:]
     speeds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(int(repeats)):
         for name in names if number % 2 else names[::-1]:
-            speeds[name].append(speed(backend, name))
+            speeds[name].append(speed(backend, transport, name))
     print(f"speeds {json.dumps(speeds)}", flush=True)
 
 
