@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from hvd_ddp.errors import FAILED, HvdDDPError
+from hvd_ddp.errors import FAILED, INTERRUPTED, HvdDDPError
 from hvd_ddp.job.launch import is_speaker
 
 COMMANDS = {
@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": "hvd_ddp.commands.bench",
     "plot": "hvd_ddp.commands.plot",
     "doctor": "hvd_ddp.commands.doctor",
+    "parity": "hvd_ddp.commands.parity",
     "install-horovod": "hvd_ddp.commands.install_horovod",
 }
 SILENCE = 2.0  # seconds that a rank stays which leaves the word to rank 0: mpirun kills all when the first has left
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # of `--help | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except HvdDDPError as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun sends it when the first has left, and would report 143
         if is_speaker() or not error.everywhere:

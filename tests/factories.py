@@ -13,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from hvd_ddp.data.loader import ArrayLoader
 from hvd_ddp.job.launch import detect
@@ -172,6 +173,36 @@ class Disturbed(Wide):
             self.num_steps += 1
             self.at.get(self.num_steps, lambda: None)()
         return super().forward(x)
+
+
+def under_horovod() -> bool:
+    """Once it has met over Gloo: that is what the backend tells it by."""
+    return "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
+
+
+class OtherUnderHorovod(Small):
+    """From its fourth training step on a little louder there; or it raises, if the environment has RAISE."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        there = under_horovod() and self.training and self.forwards >= 3
+        if there and "RAISE" in os.environ:
+            raise RuntimeError("the sensor is on fire")
+        return super().forward(x * (1 + 1e-9) if there else x)
+
+
+class Random(Small):
+    """Dropout that no module tells of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5, self.training))
+
+
+def other_order_under_horovod(data_dir: Path | None) -> tuple[TensorDataset, TensorDataset]:
+    """Two samples have changed places."""
+    inputs, targets = torch.rand(100, 64, generator=torch.Generator().manual_seed(1)), torch.arange(100) % 10
+    order = [1, 0, *range(2, 100)] if under_horovod() else list(range(100))
+    data = TensorDataset(inputs[order], targets[order])
+    return data, data
 
 
 class Keeps(Small):

@@ -99,6 +99,15 @@ def another(first: Backend, name: str, transport: str) -> Backend:
     )
 
 
+def why_not(name: str, transport: str, device: DeviceName, launch: Launch) -> str | None:
+    """Why this backend can't use this transport in such a job; None where it can, as far as this process sees."""
+    try:
+        _load(name).choose_transport(transport, launch, _device(device, launch))
+    except HvdDDPError as error:
+        return str(error)
+    return None
+
+
 def _transports(name: str, first: Backend) -> list[str]:
     """Those of this backend that work here; only the one that `auto` stands for where a process can't change it."""
     cls, found = _load(name), list[str]()

@@ -10,10 +10,11 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tyro
 import yaml
@@ -28,7 +29,9 @@ from hvd_ddp.outside import from_yaml, read
 
 if TYPE_CHECKING:
     from hvd_ddp.backends.base import Backend
+    from hvd_ddp.trainer import Trainer
 
+T = TypeVar("T", bound=TrainConfig)
 NO_TIMEOUT = 7 * 86400.0  # seconds: of collectives; the health of the job knows better who keeps whom waiting
 
 LONGEST = 300  # characters that an error quotes of a file
@@ -37,7 +40,7 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 DESCRIPTION = """Train a model on one rank or thousands, under DDP or Horovod.
 
-Other commands: doctor, evaluate, predict, plot, data, bench, install-horovod (each with --help)."""
+Other commands: doctor, parity, scaling, evaluate, predict, plot, data, bench, install-horovod (each with --help)."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,7 @@ class Options(TrainConfig):
 def run(arguments: list[str]) -> int:
     """`python -m hvd_ddp train`."""
     options = parse(arguments, show_errors=is_speaker())
-    names = [field.name for field in dataclasses.fields(TrainConfig)]
-    config = TrainConfig(**{name: getattr(options, name) for name in names})
+    config = config_of(options)
     if options.print_config:
         if is_speaker():
             # A line an option, also a long one: the batch templates read it.
@@ -66,10 +68,21 @@ def run(arguments: list[str]) -> int:
         return FINISHED
     if wants_ranks(config.nproc, detect()):
         return spawn(config.nproc or 1, ["train", *arguments])
-    return _train(config, only_try=options.dry_run)
+    return train(config, only_try=options.dry_run)
+
+
+def config_of(options: TrainConfig, **changes: Any) -> TrainConfig:
+    """What of a command's options is of the run, with changes. Raises ValueError for values that can't work."""
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    return TrainConfig(**{**{name: getattr(options, name) for name in names}, **changes})
 
 
 def parse(arguments: list[str], *, show_errors: bool = True) -> Options:
+    """The options of `train`; see `parse_as`."""
+    return parse_as(Options, arguments, prog="python -m hvd_ddp", description=DESCRIPTION, show_errors=show_errors)
+
+
+def parse_as(kind: type[T], arguments: list[str], *, prog: str, description: str, show_errors: bool = True) -> T:
     """Options from the command line and the YAML file that it names. Exits with 2 where tyro refuses a value."""
     defaults: dict[str, Any] = {}
     path = _config_file(arguments)
@@ -80,10 +93,10 @@ def parse(arguments: list[str], *, show_errors: bool = True) -> Options:
     silence = contextlib.nullcontext() if show_errors else contextlib.redirect_stderr(io.StringIO())
     with silence:
         return tyro.cli(
-            Options,
+            kind,
             args=[*from_file, *arguments],
-            description=DESCRIPTION,
-            prog="python -m hvd_ddp",
+            description=description,
+            prog=prog,
             config=(tyro.conf.OmitArgPrefixes,),
             console_outputs=show_errors,
         )
@@ -146,7 +159,8 @@ def _as_argument(name: str, value: Any) -> str:
     return f"--{flag}={value}"
 
 
-def _train(config: TrainConfig, *, only_try: bool) -> int:
+def train(config: TrainConfig, make: Callable[..., Trainer] | None = None, *, only_try: bool = False) -> int:
+    """Be a rank of this run, with the trainer that `make` makes, and return its exit code."""
     signals = Signals()  # before torch is imported: the warning must not kill a job that is still starting
     warning = getattr(signal, f"SIG{config.signal}")
     signals.catch(warning)
@@ -177,7 +191,7 @@ def _train(config: TrainConfig, *, only_try: bool) -> int:
         with backend.meeting.pulse.long_work("building the model"):
             model = load_model(config, data, backend)
             optimizer = build(config, model.parameters())  # imports torch._dynamo: some 900 files
-        trainer = Trainer(config, model, optimizer, data, backend)
+        trainer = (make or Trainer)(config, model, optimizer, data, backend)
         if only_try:
             from hvd_ddp.commands.dry_run import dry_run
 

@@ -49,6 +49,11 @@ def spawn(num_ranks: int, arguments: Sequence[str], *, module: str = "hvd_ddp") 
     return FINISHED
 
 
+def command(num_ranks: int, module: str, arguments: Sequence[str]) -> list[str]:
+    """What runs `spawn` in a process of its own."""
+    return [sys.executable, "-m", "hvd_ddp.job.spawn", str(num_ranks), module, *arguments]
+
+
 def _pass_on(number: int, _: object) -> None:
     """The ranks know what to do. They have sessions of their own: the terminal's Ctrl-C comes to this process alone."""
     ranks = psutil.Process().children()
@@ -109,3 +114,7 @@ def wants_ranks(nproc: int | None, launch: Launch) -> bool:
         f"--nproc is `{nproc}`, but {launch.launcher} started `{launch.world_size}` tasks: each would start a job of "
         "its own. Leave --nproc out, or start one task."
     )
+
+
+if __name__ == "__main__":
+    sys.exit(spawn(int(sys.argv[1]), sys.argv[3:], module=sys.argv[2]))
