@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -70,7 +71,7 @@ class Options:
 def run(arguments: list[str]) -> int:
     """`python -m hvd_ddp plot`."""
     options = tyro.cli(Options, args=arguments, prog="python -m hvd_ddp plot")
-    _refuse_to_replace(options.output)
+    refuse_to_replace(options.output)
     histories = [read(directory) for directory in dict.fromkeys(options.runs)]
     if options.against == "epochs":
         _refuse_without_epochs(histories)
@@ -83,8 +84,8 @@ def run(arguments: list[str]) -> int:
     return FINISHED
 
 
-def _refuse_to_replace(path: Path) -> None:
-    """Only what this command may have written is replaced: a picture of the same kind, or an empty file."""
+def refuse_to_replace(path: Path) -> None:
+    """Only what this program may have written is replaced: a picture of the same kind, or an empty file."""
     try:
         with path.open("rb") as file:
             start = file.read(256)
@@ -105,6 +106,11 @@ def _refuse_without_epochs(histories: list[History]) -> None:
 
 def picture(histories: list[History], kind: str, against: str = "steps") -> bytes:
     """A file of this kind: png, svg or pdf. The same runs give the same bytes."""
+    return render(lambda figure: draw(figure, histories, against), kind)
+
+
+def render(draw: Callable[[Figure], None], kind: str) -> bytes:
+    """What `draw` draws as a file of this kind, in the style of this package."""
     import matplotlib
     from matplotlib import style
     from matplotlib.figure import Figure  # without pyplot: no display, no state
@@ -124,7 +130,7 @@ def picture(histories: list[History], kind: str, against: str = "steps") -> byte
     }
     with style.context("default"), matplotlib.rc_context(look):  # whatever the user's own matplotlibrc says
         figure = Figure(figsize=SIZE, layout="constrained")
-        draw(figure, histories, against)
+        draw(figure)
         file = io.BytesIO()
         undated: dict[str, dict[str, Any]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
         figure.savefig(file, format=kind, dpi=200, metadata=undated[kind])
@@ -139,15 +145,16 @@ def draw(figure: Figure, histories: list[History], against: str) -> None:
     intervals: list[int] = []
     for number, history in enumerate(histories):
         unit = (history.steps_per_epoch or 1) if against == "epochs" else 1
-        line, marker, both = _line(number), {**_marker(number), "linestyle": ""}, {**_line(number), **_marker(number)}
+        curve, points_only = line(number), {**marker(number), "linestyle": ""}
+        both = {**line(number), **marker(number)}
         loss = means(points(history.train, "loss"))
         intervals += [round(after - before) for before, after in pairwise(loss[0])]
-        _plot(axes["loss"], loss, unit, line)
-        _plot(axes["loss"], points(history.evaluations, "loss"), unit, marker)
+        _plot(axes["loss"], loss, unit, curve)
+        _plot(axes["loss"], points(history.evaluations, "loss"), unit, points_only)
         for name in evaluated[:1]:
             _plot(axes[name], points(history.evaluations, name), unit, both)
         if "throughput" in axes:
-            _plot(axes["throughput"], means(points(history.train, "samples_per_second"), rate=True), unit, line)
+            _plot(axes["throughput"], means(points(history.train, "samples_per_second"), rate=True), unit, curve)
     for name, panel in axes.items():
         _label(panel, name, "optimizer steps" if against == "steps" else "epochs")
     figure.align_ylabels()
@@ -166,7 +173,7 @@ def _explain(figure: Figure, loss: Axes, histories: list[History], intervals: li
     kinds = [Line2D([], [], **grey), Line2D([], [], marker="o", linestyle="", markerfacecolor="white", **grey)]
     steps = statistics.mode(intervals or [1])
     loss.legend(kinds, ["training" + (f", means over {steps} steps" if steps > 1 else ""), "evaluation"], frameon=False)
-    runs = [Line2D([], [], **{**_line(number), **_marker(number)}) for number in range(len(histories))]
+    runs = [Line2D([], [], **{**line(number), **marker(number)}) for number in range(len(histories))]
     words = [name if len(name) <= LONGEST else f"...{name[-LONGEST:]}" for name in names(histories)]
     columns = max(1, min(4, LONGEST // (max(map(len, words)) + 9)))
     figure.legend(runs, words, loc="outside upper center", ncols=columns, frameon=False, handlelength=3.5)
@@ -194,12 +201,14 @@ def _is_result(name: str) -> bool:
     return name not in ("kind", "step", "epoch", "loss", "num_samples")
 
 
-def _line(number: int) -> dict[str, Any]:
+def line(number: int) -> dict[str, Any]:
+    """How the curve of that number looks."""
     color, dashes, _ = STYLES[number]
     return {"color": color, "linestyle": dashes, "linewidth": 1.3 if number else 2.4}
 
 
-def _marker(number: int) -> dict[str, Any]:
+def marker(number: int) -> dict[str, Any]:
+    """How its points look."""
     color, _, marker = STYLES[number]
     face, size = ("white", 4) if number else (color, 7)
     return {"color": color, "marker": marker, "markersize": size, "markerfacecolor": face}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from hvd_ddp.job.spawn import command as spawned
 from hvd_ddp.outside import read
 
 PATIENCE = 10.0  # seconds that ranks have to leave when this process is told to
+HANDED_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "OMP_NUM_THREADS")  # to ranks on other hosts
+LONGEST = 500  # characters of what another program says
 
 
 class Ended(NamedTuple):
@@ -80,7 +83,14 @@ def _nproc(place: Place, num_ranks: int, arguments: Sequence[str]) -> list[str]:
 
 
 def _mpirun(place: Place, num_ranks: int, arguments: Sequence[str]) -> list[str]:
-    return [place.program, "-np", str(num_ranks), *place.options, sys.executable, "-m", "hvd_ddp", *arguments]
+    words = [
+        "-np",
+        str(num_ranks),
+        "--bind-to",
+        "none",
+        *place.options,
+    ]  # by default a rank has one core, its threads too
+    return [place.program, *words, sys.executable, "-m", "hvd_ddp", *arguments]
 
 
 def _srun(place: Place, num_ranks: int, arguments: Sequence[str]) -> list[str]:
@@ -109,6 +119,8 @@ def look(launch: Launch, start_with: str, hostfile: Path | None) -> Place:
             raise HvdDDPError("mpirun of the MPI that mpi4py loads is not on PATH. Load it, or use --start-with nproc.")
         slots = _slots(hostfile) if hostfile is not None else []
         options = ["--hostfile", str(hostfile)] if slots else [] if launch.scheduler else ["--oversubscribe"]
+        if slots:  # ssh hands nothing on
+            options += [word for name in variables(*HANDED_ON) for word in ("-x", name)]
         return Place(
             "mpirun", sum(slots) or launch.cores, max(slots, default=launch.cores), launch.cores,
             launcher="openmpi", mpi=mpi[1], program=mpi[0], options=tuple(options),
@@ -154,7 +166,7 @@ def run_to_the_end(command: Sequence[str], log: Path) -> Ended:
                 process.kill()
                 raise
             err.seek(0)
-            return Ended(process.returncode, _last_words(err.read().decode(errors="replace"), process.returncode))
+            return Ended(process.returncode, last_words(err.read().decode(errors="replace"), process.returncode))
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -163,8 +175,15 @@ def _leave(number: int, _: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _last_words(text: str, code: int) -> str:
-    """What hvd_ddp says of a failure, else the last line."""
+def last_words(text: str, code: int) -> str:
+    """What hvd_ddp says of a failure; else what is said last, in a block between rules or as a traceback's end."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     ours = [line.partition("hvd_ddp: ")[2] for line in lines if "hvd_ddp: " in line]
-    return (ours or lines or [f"it ended with {code}"])[-1]
+    if ours:
+        return ours[-1]
+    blocks = [list(block) for told, block in groupby(lines, lambda line: any(map(str.isalnum, line))) if told]
+    blocks = [block for block in blocks if "non-zero" not in " ".join(block)] or blocks  # not why, but that it ended
+    if not blocks:
+        return f"It ended with {code}."
+    last = blocks[-1][-1:] if any("Traceback" in line for line in blocks[-1]) else blocks[-1]
+    return " ".join(last)[:LONGEST]
