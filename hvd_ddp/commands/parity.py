@@ -180,10 +180,11 @@ def _show(options: Options, rows: list[Row], missing: dict[str, str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{options.data}, {options.model}, {options.precision}: {options.max_steps or STEPS} steps; "
-                        f"largest difference to {rows[0].name}", title_justify="left")  # fmt: skip
+    steps = options.max_steps or STEPS
+    print(f"{options.data}, {options.model}, {options.precision}, {steps} steps: differences to {rows[0].name}")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in ("", "ranks", "weights", "buffers", "loss", "samples", ""):
-        table.add_column(column, justify="left" if column in ("", "samples") else "right")
+        table.add_column(column, justify="left" if column in ("", "samples") else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row.cells())
     Console().print(table)

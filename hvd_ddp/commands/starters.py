@@ -83,14 +83,8 @@ def _nproc(place: Place, num_ranks: int, arguments: Sequence[str]) -> list[str]:
 
 
 def _mpirun(place: Place, num_ranks: int, arguments: Sequence[str]) -> list[str]:
-    words = [
-        "-np",
-        str(num_ranks),
-        "--bind-to",
-        "none",
-        *place.options,
-    ]  # by default a rank has one core, its threads too
-    return [place.program, *words, sys.executable, "-m", "hvd_ddp", *arguments]
+    unbound = ["--bind-to", "none"]  # by default all threads of a rank share one core
+    return [place.program, "-np", str(num_ranks), *unbound, *place.options, sys.executable, "-m", "hvd_ddp", *arguments]
 
 
 def _srun(place: Place, num_ranks: int, arguments: Sequence[str]) -> list[str]:
