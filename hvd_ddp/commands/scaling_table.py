@@ -99,9 +99,10 @@ def show(cells: list[Cell], title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    print(title)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in ("backend", "transport", "ranks", "hosts", "samples/s", "repeats, low to high", "efficiency"):
-        table.add_column(column, justify="left" if column in ("backend", "transport") else "right")
+        table.add_column(column, justify="left" if column in ("backend", "transport") else "right", no_wrap=True)
     for cell, efficiency in efficiencies(cells):
         row = cell.to_dict(efficiency)
         words = [cell.backend, row["transport"] or "", str(cell.num_ranks), str(row["hosts"] or "")]
