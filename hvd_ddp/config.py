@@ -84,9 +84,9 @@ class TrainConfig:
     """BatchNorm over the samples of all ranks, not of each: for few samples a rank."""
     ema: float | None = None
     """Keep a moving average of the parameters with this decay (such as 0.999), evaluate and save it beside them."""
-    compile: bool = False
+    compile: bool = free(False)
     """Let torch.compile make one program of the model; needs a compiler, and some time at the start."""
-    channels_last: bool = False
+    channels_last: bool = free(False)
     """Keep pictures and the weights of convolutions with their channels last, as many kernels want them."""
     init: Path | None = None
     """Checkpoint or state dict to take the first weights from (nothing else of it)."""
