@@ -108,7 +108,7 @@ def judge(row: Row, trace: Trace, reference: Trace, limit: float | None, *, same
     if reference.shares and not same_shares:
         why = f"it depends on how samples are shared out ({', '.join(reference.shares)})"
     elif limit is None:
-        why = "sums come in another order; --precision fp64, or fp32 with sgd, bounds what follows from that"
+        why = "sums come in another order or compressed; --precision fp64, or fp32 with sgd, bounds the former alone"
     steps = sorted(trace.losses.keys() | reference.losses.keys())
     losses = {step: _relative(trace.losses.get(step), reference.losses.get(step)) for step in steps}
     others = [step for step in steps if trace.samples.get(step) != reference.samples.get(step)]
