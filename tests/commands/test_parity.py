@@ -69,6 +69,7 @@ def test_a_backend_that_fails(tmp_path: Path) -> None:
     assert found["local", "none"]["judged"] and found["local", "none"]["error"] is None
 
 
+@pytest.mark.full
 def test_another_order_of_samples(tmp_path: Path) -> None:
     options = ["--data", "factories:other_order_under_horovod", "--model", "factories:Small", "--global-batch", "100"]
     result = parity(*GLOO, *options, "--json", cwd=tmp_path)
@@ -80,6 +81,7 @@ def test_another_order_of_samples(tmp_path: Path) -> None:
     assert found["local", "none"]["same_samples"] is True
 
 
+@pytest.mark.full
 def test_what_depends_on_shares_is_not_judged_by_one_process(tmp_path: Path) -> None:
     options = ["--max-steps", "4", "--transport", "gloo", "--model", "factories:Random", "--precision", "fp64"]
     result = parity(*options, cwd=tmp_path)
