@@ -22,6 +22,7 @@ COMMANDS = {
     "doctor": "hvd_ddp.commands.doctor",
     "parity": "hvd_ddp.commands.parity",
     "scaling": "hvd_ddp.commands.scaling",
+    "submit": "hvd_ddp.commands.submit",
     "install-horovod": "hvd_ddp.commands.install_horovod",
 }
 SILENCE = 2.0  # seconds that a rank stays which leaves the word to rank 0: mpirun kills all when the first has left

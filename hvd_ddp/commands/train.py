@@ -40,7 +40,8 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 DESCRIPTION = """Train a model on one rank or thousands, under DDP or Horovod.
 
-Other commands: doctor, parity, scaling, evaluate, predict, plot, data, bench, install-horovod (each with --help)."""
+Other commands: submit, doctor, evaluate, predict, plot, parity, scaling, data, bench, install-horovod (each with
+--help)."""
 
 
 @dataclass(frozen=True)

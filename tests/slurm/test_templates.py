@@ -1,13 +1,15 @@
 """What every template must be, and how train.sbatch and its siblings end when a run fails."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from cluster.jobs import Job
 from cluster.slurm import Cluster
 from launchers import environment, run
-from runs import TEMPLATES, completed, edited, submit
+from runs import QUIET, TEMPLATES, completed, edited, submit
 
 pytestmark = pytest.mark.timeout(300)
 full = pytest.mark.full
@@ -111,3 +113,16 @@ def test_options_reach_the_run_as_they_are(name: str, two: Cluster, tmp_path: Pa
     job = submit(two, name, "-N2 --ntasks-per-node=1", "--max-steps", "2", "--lr", "0.25", "--run-dir", folder)
     completed(job, 120)
     assert "\nlr: 0.25\n" in (tmp_path / folder / "config.yaml").read_text()
+
+
+def test_submitted_by_its_command(two: Cluster, tmp_path: Path) -> None:
+    """Nodes, ranks and options reach the job."""
+    two.folder = tmp_path
+    size = ["--nodes", "2", "--ranks-per-node", "1", "--time", "00:10", "--name", "mine"]
+    training = ["--threads", "1", "--max-steps", "2", "--run-dir", "run"]
+    result = two.run("python", "-m", "hvd_ddp", "submit", *size, "--", *training, **QUIET)
+    assert result.code == 0, result.text
+    job = Job(two, result.out.split()[-1])
+    completed(job, 120)
+    assert (job.info()["JobName"], job.info()["TimeLimit"]) == ("mine", "00:10:00")
+    assert json.loads((tmp_path / "run/summary.json").read_text())["world_size"] == 2
