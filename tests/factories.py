@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from hvd_ddp.data.loader import ArrayLoader
 from hvd_ddp.job.launch import detect
+from hvd_ddp.job.pulse import Pulse
 
 
 class Small(nn.Module):
@@ -131,6 +132,25 @@ class Faulty(Small):
     def hang(self) -> None:
         while True:
             time.sleep(60)
+
+
+class StopsIn(Small):
+    """With FAULT=phase@R rank R is stopped in that phase, after its fourth step and a beat that has told of it."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        phase, _, rank = os.environ["FAULT"].partition("@")
+        come_to = Pulse._come_to
+
+        def then_stop(pulse: Pulse, where: str) -> None:
+            come_to(pulse, where)
+            if where == phase and pulse.step >= 4 and not Path("fault").exists():
+                time.sleep(0.5)
+                Path("fault").write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        if detect().rank == int(rank):
+            Pulse._come_to = then_stop
 
 
 def all_reduce(tensor: torch.Tensor) -> None:

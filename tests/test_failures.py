@@ -71,9 +71,11 @@ def record(folder: Path) -> dict[str, Any]:
     return found
 
 
-def fails(launcher: str, backend: str, fault: str, folder: Path, num_ranks: int = 2) -> tuple[str, ...]:
+def fails(
+    launcher: str, backend: str, fault: str, folder: Path, num_ranks: int = 2, model: str = "Faulty"
+) -> tuple[str, ...]:
     """Start a job with that fault; what its one message says: (rank, host, failed or last seen, phase, step, words)."""
-    result = start(launcher, backend, "Faulty", folder, fault=fault, num_ranks=num_ranks)
+    result = start(launcher, backend, model, folder, fault=fault, num_ranks=num_ranks)
     took = time.time() - float((folder / "fault").read_text())
     assert took < TIMEOUT + MORE, result.text[-3000:]
     assert result.code != 0
@@ -113,6 +115,25 @@ def test_a_fault_ends_the_job(launcher: str, backend: str, fault: str, tmp_path:
 @pytest.mark.parametrize(("launcher", "backend", "fault"), REST)
 def test_any_fault_under_any_launcher_ends_the_job(launcher: str, backend: str, fault: str, tmp_path: Path) -> None:
     check_fault(launcher, backend, fault, tmp_path)
+
+
+PHASES = ["loading data", "forward", "backward", "averaging gradients", "updating parameters", "logging", "evaluating",
+          "saving"]  # fmt: skip
+STOPPED = [(launcher, backend, phase, rank) for phase in PHASES for rank in (0, 1)
+           for launcher, backend in (("--nproc", "ddp"), ("mpirun", "horovod"))]  # fmt: skip
+OFTEN = [("--nproc", "ddp", "saving", 0), ("mpirun", "horovod", "averaging gradients", 1)]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend", "phase", "rank"),
+    [pytest.param(*cell, marks=[] if cell in OFTEN else pytest.mark.full) for cell in STOPPED],
+)
+def test_a_rank_that_is_stopped_is_named_with_its_phase(
+    launcher: str, backend: str, phase: str, rank: int, tmp_path: Path
+) -> None:
+    number, _, how, last, step, words = fails(launcher, backend, f"{phase}@{rank}", tmp_path, model="StopsIn")
+    assert (number, how, last) == (str(rank), "last seen", phase) and int(step) >= 4
+    assert words.startswith(SAID["halt"][1])
 
 
 def test_the_few_that_skipped_a_collective_are_named(tmp_path: Path) -> None:
