@@ -182,7 +182,7 @@ def test_an_order_to_stop_for_all_processes_reaches_the_ranks_alone(tmp_path: Pa
     finally:
         process.kill()
     assert summary(tmp_path / "run")["status"] == "preempted", out.decode()[-3000:]
-    assert "loader worker" not in out.decode()
+    assert "A loader worker" not in out.decode()
     assert_none_left(f"mark of {tmp_path}")
 
 
