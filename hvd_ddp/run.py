@@ -215,13 +215,13 @@ class Run:
         if self.backend.is_main:
             self.backend.meeting.farewells.remove(self._give_up)
             self._close(status, {**results, "seconds": seconds})
+            phases = ", ".join(f"{phase} {share:.0%}" for phase, share in results["phases"].items() if share >= 0.005)
+            self.console.line(f"where the time went: {phases}")
             self.console.line(
                 f"{status}: {results['steps']} steps in {seconds:.1f} s, "
                 + ", ".join(filter(None, [f"{results['samples_per_second']:.0f} samples/s", figures(results)]))
                 + f"; {self.directory}"
             )
-            phases = ", ".join(f"{phase} {share:.0%}" for phase, share in results["phases"].items() if share >= 0.005)
-            self.console.line(f"where the time went: {phases}")
             if status == "preempted":
                 self.console.line(f"to go on: {command_to_go_on(self.directory)}")
         return {"status": status, **results}
