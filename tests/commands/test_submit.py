@@ -1,11 +1,13 @@
 """submit: the command for each scheduler; what train would refuse is refused before a job waits."""
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Cli
+from launchers import Result
 
+Cli = Callable[..., Result]
 ALL = ["--nodes", "4", "--ranks-per-node", "8", "--cores-per-rank", "2", "--time", "1:30:20", "--queue", "fast",
        "--account", "me", "--name", "mine"]  # fmt: skip
 TRAINING = ["--data", "digits", "--max-steps", "5"]
