@@ -14,13 +14,13 @@ def dry_run(launcher: str, folder: Path, *options: str) -> Result:
 
 @pytest.mark.parametrize(("launcher", "backend"), [("--nproc", "ddp"), ("mpirun", "horovod")])
 def test_what_it_tells(launcher: str, backend: str, tmp_path: Path) -> None:
-    """The checkpoint has 650 parameters and two moments of each, in float32, and Adam's two step counters."""
-    result = dry_run(launcher, tmp_path, "--backend", backend, "--model", "factories:Small", "--max-steps", "7000")
+    """The checkpoint has 300,010 parameters and two moments of each, in float32."""
+    result = dry_run(launcher, tmp_path, "--backend", backend, "--model", "factories:Wide", "--max-steps", "7000")
     assert result.code == 0, result.text[-3000:]
     for line in (
         "dry run: 2 steps done, nothing written; the training would begin at step 0",
         "7000 steps take ",
-        "a checkpoint: 0.0 MB; 3 and the best one are kept",
+        "a checkpoint: 3.6 MB; 3 and the best one are kept",
         f"backend {backend}",
     ):
         assert line in result.out
