@@ -9,7 +9,6 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +21,12 @@ from hvd_ddp.errors import FINISHED, HvdDDPError
 
 if TYPE_CHECKING:
     from hvd_ddp.backends.base import Backend
-    from hvd_ddp.commands.bench_turn import Turn
     from hvd_ddp.job.line import Line
 
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom.
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228,
-           12: 2.179, 14: 2.145, 16: 2.120, 18: 2.101, 20: 2.086, 25: 2.060, 30: 2.042}  # fmt: skip
+           12: 2.179, 14: 2.145, 16: 2.120, 18: 2.101, 20: 2.086, 25: 2.060, 30: 2.042, 40: 2.021,
+           60: 2.000}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,8 @@ class Options:
     They take turns in the same processes; a turn of the trainer and the turn of a loop beside it make a pair. The ratio
     is the mean over the pairs, with its 95 % interval.
 
-    With --guards also the trainer with and without what guards a run: heartbeats, checks of the replicas at their
-    default, and a save in the background in the middle of the turn.
+    With --guards instead the trainer with and without what guards a run: heartbeats, checks of the replicas at their
+    default, and a save in the background in each turn. These are turns of one training, which has them on and off.
     """
 
     nproc: int = 2
@@ -61,7 +60,7 @@ class Options:
     every_transport: bool = False
     """A pair for each backend and transport that works here; the ratios are those of --transport."""
     guards: bool = False
-    """Also measure what guarding a run costs."""
+    """Measure what guarding a run costs, instead of what the trainer does."""
     steps: int = 200
     """Steps of a turn that count."""
     repeats: int = 7
@@ -84,7 +83,6 @@ class Pair:
 
     backend: Backend
     names: tuple[str, str]
-    turns: tuple[Callable[[Turn], float], Callable[[Turn], float]]
     speeds: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
 
     def rows(self) -> list[Row]:
@@ -122,39 +120,42 @@ def run(arguments: list[str]) -> int:
 def measure(first: Backend, options: Options, line: Line) -> list[Pair]:
     """The pairs with their speeds, on every rank: of DDP, and of Horovod where it is."""
     from hvd_ddp.assemble import load_data
+    from hvd_ddp.commands import bench_bare
     from hvd_ddp.commands.bench_turn import Turn
 
-    pairs = _pairs(first, options)
+    loops: dict[str, Callable[..., None]] = {"ddp": bench_bare.ddp, "horovod": bench_bare.horovod}
+    names = ("guarded", "unguarded") if options.guards else ("hvd_ddp,", "bare")
+    pairs = [Pair(backend, names) for backend in _backends(first, options)]
     with first:
         data = load_data(options.data, options.data_dir, first)
         directory = Path(first.on_main(lambda: tempfile.mkdtemp(prefix=".bench-", dir=Path.cwd())))
     try:
-        for number in range(options.repeats):
+        for number in range(1 if options.guards else options.repeats):
             for pair in pairs:
-                with pair.backend:
+                with pair.backend as backend:
                     config = TrainConfig(
                         data=options.data,
                         model=options.model,
                         global_batch=options.global_batch,
                         optimizer=options.optimizer,
                         compression=options.compression,
-                        run_dir=directory / f"{pair.names[1]}-{pair.backend.name}-{pair.backend.transport}-{number}",
+                        run_dir=directory / f"{backend.name}-{backend.transport}-{number}",
                     )
-                    turn = Turn(config, data, pair.backend, line, steps=options.steps)
+                    turn = Turn(config, data, backend, line, steps=options.steps)
+                    if options.guards:
+                        pair.speeds = turn.guards(options.repeats)
+                        continue
                     for which in (0, 1) if number % 2 else (1, 0):
-                        pair.speeds[which].append(pair.turns[which](turn))
+                        pair.speeds[which].append(turn.bare(loops[backend.name]) if which else turn.ours())
     finally:
         if first.is_main:
             shutil.rmtree(directory)
     return pairs
 
 
-def _pairs(first: Backend, options: Options) -> list[Pair]:
+def _backends(first: Backend, options: Options) -> list[Backend]:
     from hvd_ddp.backends import all_here, another
-    from hvd_ddp.commands import bench_bare
-    from hvd_ddp.commands.bench_turn import Turn
 
-    loops: dict[str, Callable[..., None]] = {"ddp": bench_bare.ddp, "horovod": bench_bare.horovod}
     backends = [first]
     with contextlib.suppress(HvdDDPError):
         backends.append(another(first, "horovod", options.transport))
@@ -162,19 +163,16 @@ def _pairs(first: Backend, options: Options) -> list[Pair]:
         with first:
             known = {(backend.name, backend.transport) for backend in backends}
             backends += [more for more in all_here(first) if (more.name, more.transport) not in known]
-    pairs = [Pair(one, ("hvd_ddp,", "bare"), (Turn.ours, partial(Turn.bare, loop=loops[one.name]))) for one in backends]
-    if options.guards:
-        pairs += [Pair(backend, ("guarded", "unguarded"), (Turn.guarded, Turn.unguarded)) for backend in backends]
-    return pairs
+    return backends
 
 
 def _show(pairs: list[Pair], options: Options, first: Backend) -> None:
     further: dict[str, Any] = {}
-    for other in ("bare", "unguarded") if options.guards else ("bare",):
-        for name in ("ddp", "horovod"):
-            these = (pair for pair in pairs if (pair.names[1], pair.backend.name) == (other, name))
-            ratio, interval = next((pair.ratio() for pair in these), (None, None))
-            further |= {f"ratio_to_{other}_{name}": ratio, f"ratio_to_{other}_{name}_interval": interval}
+    other = "unguarded" if options.guards else "bare"
+    for name in ("ddp", "horovod"):
+        these = (pair for pair in pairs if pair.backend.name == name)
+        ratio, interval = next((pair.ratio() for pair in these), (None, None))
+        further |= {f"ratio_to_{other}_{name}": ratio, f"ratio_to_{other}_{name}_interval": interval}
     title = (
         f"{options.data}, {options.model}, global batch {options.global_batch} over {first.launch.world_size} ranks, "
         f"turns of {options.steps} steps"

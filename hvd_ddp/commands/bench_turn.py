@@ -1,4 +1,4 @@
-"""bench step: one turn of the trainer, and one of a loop by hand, over a backend that is set up."""
+"""bench step: turns of the trainer, and of a loop by hand, over a backend that is set up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -39,45 +38,63 @@ class Clock:
     def _tick(self) -> None:
         self.times.append(time.perf_counter())
 
-    def steps_per_second(self) -> float:
-        """From the forward after the warm-up to the last one."""
-        counted = self.times[WARM_UP:]
-        return (len(counted) - 1) / (counted[-1] - counted[0])
+    def steps_per_second(self, steps: int, turn: int = 0) -> float:
+        """In this turn of so many steps after the warm-up."""
+        first = WARM_UP + turn * steps
+        return steps / (self.times[first + steps] - self.times[first])
+
+
+def on(turn: int) -> bool:
+    """Whether the guards are on in this turn: on, off, off, on, so that a drift of the machine's speed is shared."""
+    return turn % 4 in (0, 3)
 
 
 class Turn:
-    """One turn of each of a pair. `line`: what the heartbeats go over."""
+    """Turns of so many steps. `line`: what the heartbeats go over."""
 
     def __init__(self, config: TrainConfig, data: Data, backend: Backend, line: Line, *, steps: int) -> None:
         self.config = replace(config, max_steps=WARM_UP + steps + 1, eval_every=NEVER, save_every=NEVER)
-        self.data, self.backend, self.line = data, backend, line
-        self.middle = WARM_UP + max(steps // 2, 1)
+        self.data, self.backend, self.line, self.steps = data, backend, line, steps
         if not isinstance(data.train, ArrayDataset):
             raise HvdDDPError(f"--data {data.name} is not in memory. Use a data set of arrays, such as digits.")
         self.train = data.train
 
     def ours(self) -> float:
         """Steps a second of the trainer, as `train` runs it."""
-        return self._train(self.config)
-
-    def guarded(self) -> float:
-        """The same with a save in the middle."""
-        return self._train(replace(self.config, save_every=self.middle))
-
-    def unguarded(self) -> float:
-        """The same without heartbeats, without checks of the replicas, without a save."""
-        folder = Path(f"{self.config.run_dir}-unguarded")
-        beating, self.line.on_beat = self.line.on_beat, lambda: None
-        try:
-            return self._train(replace(self.config, check_replicas=0, run_dir=folder))
-        finally:
-            self.line.on_beat = beating
-
-    def _train(self, config: TrainConfig) -> float:
         model, optimizer, clock = self._start()
         with contextlib.redirect_stdout(io.StringIO()):
-            Trainer(config, model, optimizer, self.data, self.backend).fit()
-        return clock.steps_per_second()
+            Trainer(self.config, model, optimizer, self.data, self.backend).fit()
+        return clock.steps_per_second(self.steps)
+
+    def guards(self, repeats: int) -> tuple[list[float], list[float]]:
+        """Steps a second of as many turns with heartbeats, checks of the replicas and a save, and of as many without.
+
+        All are turns of one training, so that memory lies where it lies in both.
+        """
+        beat, steps = self.line.on_beat, self.steps
+        guarded = replace(self.config, max_steps=WARM_UP + 2 * repeats * steps + 1)
+        saving, unguarded = replace(guarded, save_every=1), replace(guarded, check_replicas=0)
+        model, optimizer, clock = self._start()
+        trainer = Trainer(guarded, model, optimizer, self.data, self.backend)
+
+        def switch() -> None:
+            turn, step = divmod(max(trainer.step - WARM_UP, 0), steps)
+            if on(turn):
+                trainer.config, self.line.on_beat = saving if step == steps // 3 else guarded, beat
+            else:
+                trainer.config, self.line.on_beat = unguarded, lambda: None
+
+        model.register_forward_pre_hook(lambda module, _: switch() if module.training else None)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                trainer.fit()
+        finally:
+            self.line.on_beat = beat
+        speeds = [clock.steps_per_second(steps, turn) for turn in range(2 * repeats)]
+        return (
+            [speed for turn, speed in enumerate(speeds) if on(turn)],
+            [speed for turn, speed in enumerate(speeds) if not on(turn)],
+        )
 
     def bare(self, loop: Callable[..., None]) -> float:
         """Steps a second of a loop by hand, whose samples are numbers in memory already."""
@@ -88,7 +105,7 @@ class Turn:
         inputs = ((torch.tensor(self.train.images, dtype=torch.float32) - mean) / std).to(device)
         loop(model.to(device), optimizer, self._rows(), inputs, torch.tensor(self.train.targets).to(device))
         gc.collect()  # DDP's wrapper must not outlive its group
-        return clock.steps_per_second()
+        return clock.steps_per_second(self.steps)
 
     def _start(self) -> tuple[nn.Module, Optimizer, Clock]:
         model = load_model(self.config, self.data, self.backend)

@@ -81,31 +81,33 @@ def test_step_as_a_table(tmp_path: Path) -> None:
 
 def test_what_guarding_costs(tmp_path: Path) -> None:
     said = json.loads(bench("step", "--json", "--guards", "--transport", "gloo", *SHORT, cwd=tmp_path).out)
-    names = [who + name for name in ("ddp gloo", "horovod gloo") for who in ("guarded ", "unguarded ")]
     repeats = {row["name"]: row["repeats"] for row in said["rows"]}
-    assert [name for name in repeats if "guarded" in name] == names
+    names = [who + name for name in ("ddp gloo", "horovod gloo") for who in ("guarded ", "unguarded ")]
+    assert list(repeats) == names
     (a, b), (c, d) = repeats[names[0]], repeats[names[1]]
     assert said["ratio_to_unguarded_ddp"] == pytest.approx(math.sqrt(a * b / c / d))
     assert said["ratio_to_unguarded_horovod_interval"][0] < said["ratio_to_unguarded_horovod"]
 
 
-def test_guarded_and_unguarded_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One saves in the middle and checks its replicas; while the other runs, the line is silent."""
+def test_turns_with_guards_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and the last of four save and check their replicas; in the two between the line is silent."""
     checked: list[int] = []
+    beating: list[bool] = []
     monkeypatch.setattr(trainer, "check_replicas", lambda *_, step, **__: checked.append(step))
-    config = TrainConfig(run_dir=tmp_path / "run", check_replicas=5)
+    monkeypatch.setattr(trainer, "learning_rate", lambda *_, **__: beating.append(line.on_beat is beat) or 0.1)
+    config = TrainConfig(run_dir=tmp_path / "run", check_replicas=3)
     line = Line(0, {})
     line.on_beat = beat = lambda: None
     with connect("ddp", "gloo", "cpu", threads=1, directory=tmp_path) as backend:
         turn = bench_turn.Turn(config, load("digits"), backend, line, steps=6)
-        assert turn.guarded() > 0
-        assert [row["step"] for row in rows(tmp_path / "run", "save")] == [23, 27] and checked[:2] == [5, 10]
-        checked.clear()
-        during = []
-        monkeypatch.setattr(trainer, "seed_step", lambda *_: during.append(line.on_beat))
-        assert turn.unguarded() > 0
-        assert [row["step"] for row in rows(tmp_path / "run-unguarded", "save")] == [27] and not checked
-    assert during and beat not in during and line.on_beat is beat
+        guarded, unguarded = turn.guards(2)
+    assert len(guarded) == len(unguarded) == 2 and min(guarded + unguarded) > 0
+    # 20 steps to warm up, then 6 on, 12 off, 6 on; a save is checked before, and there is one at the end.
+    assert [row["step"] for row in rows(tmp_path / "run", "save")] == [23, 41, 45]
+    assert checked == [3, 6, 9, 12, 15, 18, 21, 23, 24, 39, 41, 42, 45, 45]
+    assert line.on_beat is beat
+    # The rate of a step is asked for before its forward, which switches.
+    assert beating[1:] == [True] * 26 + [False] * 12 + [True] * 6
 
 
 def test_step_with_a_compression_that_one_backend_has_not(tmp_path: Path) -> None:
