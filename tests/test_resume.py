@@ -80,7 +80,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     return end(folder)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun"])
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.full), "horovodrun"])
 def test_killed_three_times_ends_with_the_same_bits(launcher: str, wanted: dict, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for step in (3, 37, 71):

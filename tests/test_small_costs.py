@@ -30,9 +30,8 @@ def check_close(one: Path, other: Path, *, close: float = 1e-10) -> None:
         torch.testing.assert_close(value, theirs[name], rtol=close, atol=close, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "backend"), [("--nproc", "ddp"), pytest.param("mpirun", "horovod", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("launcher", "backend"), [("--nproc", "ddp"), ("mpirun", "horovod")])
 def test_compiled(launcher: str, backend: str, tmp_path: Path) -> None:
     model = ["--model", "factories:Small"]
     trained(tmp_path / "eager", *model)

@@ -33,6 +33,17 @@ def rows(result: Result) -> tuple[dict[tuple[str, str], dict[str, Any]], dict[st
     return {(row["backend"], row["transport"]): row for row in said["rows"]}, said
 
 
+def test_the_ways_over_gloo(tmp_path: Path) -> None:
+    result = parity(*GLOO, "--accumulate", "2", "--json", cwd=tmp_path)
+    assert result.code == 0, result.text
+    found, said = rows(result)
+    assert list(found) == [("ddp", "gloo"), ("horovod", "gloo"), ("local", "none")] and said["equal"] is True
+    assert [row["judged"] for row in found.values()] == [False, True, True]
+    assert found["horovod", "gloo"]["max_weight_difference"] == found["horovod", "gloo"]["max_loss_difference"] == 0
+    assert 0 < found["local", "none"]["max_weight_difference"] <= 1e-12, "it sums in another order"
+
+
+@pytest.mark.full
 def test_all_that_is_here(tmp_path: Path) -> None:
     result = parity("--max-steps", "12", "--precision", "fp64", "--accumulate", "2", "--json", cwd=tmp_path)
     assert result.code == 0, result.text
@@ -59,6 +70,7 @@ def test_another_model_under_one_backend(tmp_path: Path) -> None:
     assert [line.split()[-1] for line in lines if line.startswith("local  ")] == ["1e-12"], "judged all the same"
 
 
+@pytest.mark.full
 def test_a_backend_that_fails(tmp_path: Path) -> None:
     result = parity(*GLOO, "--model", "factories:OtherUnderHorovod", "--json", cwd=tmp_path, RAISE="1")
     assert result.code == 1, result.text
@@ -92,6 +104,7 @@ def test_what_depends_on_shares_is_not_judged_by_one_process(tmp_path: Path) -> 
     assert "same bits" in result.out
 
 
+@pytest.mark.full
 def test_nothing_is_proved_where_nothing_has_to_agree(tmp_path: Path) -> None:
     result = parity("--max-steps", "2", "--transport", "gloo", "--backend", "ddp", cwd=tmp_path)
     assert result.code == 2, result.text

@@ -46,7 +46,7 @@ def trained(folder: Path) -> dict[str, torch.Tensor]:
 # ---- streams
 
 
-@pytest.mark.parametrize("factory", ["shards", "stream"])
+@pytest.mark.parametrize("factory", ["shards", pytest.param("stream", marks=pytest.mark.full)])
 def test_streams_give_the_same_under_both_backends_and_after_a_stop(factory: str, tmp_path: Path) -> None:
     """Unequal streams (20 and 21 samples, 4 a step) end together: 6 steps an epoch, no sample lost."""
     data = f"own_data:{factory}"

@@ -60,6 +60,7 @@ def test_on_any_number_of_ranks(num_ranks: int, wanted: list, tmp_path: Path) ->
     assert start(tmp_path, num_ranks, STEPS, "--augment", "standard") == wanted
 
 
+@pytest.mark.full
 def test_across_stops_on_other_numbers_of_ranks(wanted: list, tmp_path: Path) -> None:
     """Stopped twice in the first epoch, once in the second."""
     first = start(tmp_path, 2, 7, "--augment", "standard", accumulate=2)

@@ -64,7 +64,8 @@ def check(cluster: Cluster, job: Job, run: Path, *, stops: int, politely: bool =
     wait_until(lambda: not [node.name for node in cluster.nodes if node.pids()], "nothing is left running")
 
 
-@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=full)])
+@full
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_a_one_minute_job(backend: str, two: Cluster, wanted: dict[str, torch.Tensor], tmp_path: Path) -> None:
     job, run = begin(two, tmp_path, "train.sbatch", MINUTE, "--backend", backend, pace=SLOW_AT_FIRST)
     log = completed(job, 150)
