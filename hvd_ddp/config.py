@@ -107,7 +107,9 @@ class TrainConfig:
 
     # optimizer
     optimizer: OptimizerName = "adam"
-    """Update rule; torch's own, one tensor at a time."""
+    """Update rule; torch's own."""
+    fused: bool = free(True)
+    """Update parameters in one pass over memory, not in ten; the same formulas, rounded in other places."""
     lr: float = 1e-3
     """Learning rate after the warm-up."""
     momentum: float = 0.9

@@ -19,11 +19,10 @@ NO_MATHEMATICS = {"lr", "initial_lr", "foreach", "fused", "capturable", "differe
 def build(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
     """torch's optimizer of that name, with its own defaults but for lr, momentum and weight decay."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
+    common: Any = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": config.fused}
     if config.optimizer == "sgd":
-        return SGD(trained, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
-    if config.optimizer == "adam":
-        return Adam(trained, lr=config.lr, weight_decay=config.weight_decay)
-    return AdamW(trained, lr=config.lr, weight_decay=config.weight_decay)
+        return SGD(trained, momentum=config.momentum, **common)
+    return Adam(trained, **common) if config.optimizer == "adam" else AdamW(trained, **common)
 
 
 def load(optimizer: Optimizer, saved: dict[str, Any]) -> None:

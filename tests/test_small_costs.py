@@ -8,7 +8,9 @@ import torch
 from launchers import ROOT, Result, command, run
 from rundir import newest, tensors
 
+from hvd_ddp.config import TrainConfig
 from hvd_ddp.models import ConvNet, move
+from hvd_ddp.optim import build, load
 
 
 def trained(folder: Path, *options: str, launcher: str = "--nproc", backend: str = "ddp", steps: int = 6) -> Result:
@@ -55,6 +57,40 @@ def test_they_may_change_in_a_run(tmp_path: Path) -> None:
     trained(tmp_path / "cut", "--channels-last", steps=2)
     trained(tmp_path / "cut", steps=4)
     check_close(tmp_path / "first", tmp_path / "cut")
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_fused_is_the_same_update(name: str) -> None:
+    """Against torch's loops over tensors; half-way what one has kept goes on in the other."""
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(9, 5, dtype=torch.float64) for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    fused, plain = (
+        TrainConfig(optimizer=name, lr=0.05, weight_decay=0.1, fused=one)  # type: ignore[arg-type]
+        for one in (True, False)
+    )
+    reference = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
+    momentum = {"momentum": 0.9} if name == "sgd" else {}
+    optimizers = [
+        reference(models[0].parameters(), lr=0.05, weight_decay=0.1, foreach=False, **momentum),
+        build(fused, models[1].parameters()),
+        build(plain, models[2].parameters()),
+    ]
+    assert [group["fused"] for one in optimizers[1:] for group in one.param_groups] == [True, False]
+    for step in range(20):
+        if step == 10:
+            states = [one.state_dict() for one in optimizers[1:]]
+            optimizers[1:] = [build(plain, models[1].parameters()), build(fused, models[2].parameters())]
+            for one, state in zip(optimizers[1:], states, strict=True):
+                load(one, state)
+        inputs = torch.randn(4, 9, dtype=torch.float64)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+    for model in models[1:]:
+        torch.testing.assert_close(model.weight, models[0].weight, rtol=1e-12, atol=1e-13)
 
 
 def test_a_profile(tmp_path: Path) -> None:
