@@ -29,6 +29,7 @@ LAYERS = [
         "decisions",
         "history",
         "anatomy",
+        "costs",
         "profiling",
     },
     {"metrics", "checkpoint", "lock", "evaluation", "saving", "banner", "replicas", "state"},

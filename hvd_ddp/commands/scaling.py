@@ -24,6 +24,7 @@ from hvd_ddp.job.launch import Launch
 
 WARM_UP, EVERY = 20, 10  # steps that do not count; steps of an interval whose throughput is one figure
 NEVER = 1 << 30
+SIMULATE = "--simulate"  # has options of its own
 
 DESCRIPTION = """Train a few steps on 1, 2, 4, ... ranks under each backend, inside one allocation or on this machine.
 
@@ -33,7 +34,9 @@ scaling makes it --global-batch for each rank. Threads a rank are the same for a
 
 Ranks are started by srun inside a Slurm allocation, by the mpirun of the MPI that mpi4py loads (on the hosts of
 --hostfile or of its scheduler, else on this machine), or by this program. Exit code 1 where a run failed; the figures
-of the others are kept."""
+of the others are kept.
+
+With --simulate it measures one rank alone and works out 1 to 4,096: see scaling --simulate --help."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,10 @@ class Options(TrainConfig):
 
 def run(arguments: list[str]) -> int:
     """`python -m hvd_ddp scaling`."""
+    if SIMULATE in arguments:
+        from hvd_ddp.commands import simulate
+
+        return simulate.run([argument for argument in arguments if argument != SIMULATE])
     launch = outside("scaling")
     options = parse_as(Options, arguments, prog="python -m hvd_ddp scaling", description=DESCRIPTION)
     files = {kind: options.output.with_name(f"{options.output.name}.{kind}") for kind in ("csv", "png", "svg")}

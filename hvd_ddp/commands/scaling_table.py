@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def as_csv(cells: list[Cell], mode: str) -> str:
     return file.getvalue()
 
 
-def refuse_other_csv(path: Path) -> None:
+def refuse_other_csv(path: Path, columns: Sequence[str] = COLUMNS) -> None:
     """Only what this command may have written is replaced; HvdDDPError for anything else of that name."""
     try:
         with path.open(errors="replace") as file:
@@ -90,7 +91,7 @@ def refuse_other_csv(path: Path) -> None:
         return
     except OSError as error:
         raise HvdDDPError(f"`{path}` can't be replaced: {error.strerror}. Give another --output.") from error
-    if start and start.rstrip("\n") != ",".join(COLUMNS):
+    if start and start.rstrip("\n") != ",".join(columns):
         raise HvdDDPError(f"`{path}` is there and is no table of scaling: it is not replaced. Give another --output.")
 
 
