@@ -98,10 +98,15 @@ class Link:
 
 
 class Move(NamedTuple):
-    """An all_reduce: seconds on the wire, in which the rank computes on, and of its core, in which it does not."""
+    """An all_reduce: how long it takes, and for how much of that it keeps the rank's core from computing."""
 
-    wire: float
+    seconds: float
     busy: float
+
+    @classmethod
+    def at_the_pace_of(cls, wire: float, core: float) -> Move:
+        """The slower of the two, for pieces of it are on the wire while others are copied and added."""
+        return cls(max(wire, core), core)
 
 
 AllReduce = Callable[[int, int, Link, float], Move]  # of bytes, over ranks, by a link, with seconds to add a byte
@@ -114,7 +119,8 @@ def ring(size: int, ranks: int, link: Link, adding: float) -> Move:
     all_reduce sends fewer bytes: Patarasuk and Yuan 2009.
     """
     messages, part = 2 * (ranks - 1), size / ranks
-    return Move(messages * (link.latency + part * link.byte), messages * part * (link.host + adding / 2))
+    wire, core = messages * (link.latency + part * link.byte), messages * part * (link.host + adding / 2)
+    return Move.at_the_pace_of(wire, core)
 
 
 def tree(size: int, ranks: int, link: Link, adding: float) -> Move:
@@ -129,7 +135,7 @@ def tree(size: int, ranks: int, link: Link, adding: float) -> Move:
         return Move(0.0, 0.0)
     start, whole = 2 * math.ceil(math.log2(ranks)) * link.latency, size * link.byte
     one_way = start + whole + 2 * math.sqrt(start * whole)
-    return Move(2 * one_way, size * (2 * link.host + adding))
+    return Move.at_the_pace_of(2 * one_way, size * (2 * link.host + adding))
 
 
 ALL_REDUCE: dict[str, AllReduce] = {"ring": ring, "tree": tree}
@@ -151,9 +157,9 @@ def exposed(backward: float, filled: Sequence[Gradient], reduce: Callable[[int],
     now = done = 0.0  # seconds since the end of forward; seconds of backward that are done by then
     for bucket in filled:
         waits = max(0.0, bucket.ready - done)  # nothing moves until backward has filled it
-        wire, busy = reduce(bucket.size)
-        now += waits + wire + busy
-        done = min(done + waits + wire, backward)
+        seconds, busy = reduce(bucket.size)
+        now += waits + seconds
+        done = min(done + waits + seconds - busy, backward)
     return now + (backward - done) - backward
 
 

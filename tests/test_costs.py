@@ -45,7 +45,7 @@ def test_a_ring_that_is_run(ranks: int) -> None:
             messages, numbers = messages + (rank == 0), numbers + len(values) * (rank == 0)
     assert (data == wanted).all()
     move = ring(8 * wanted.size, ranks, LINK, ADDING)
-    assert move.wire == pytest.approx(messages * 5e-6 + 8 * numbers * 8 / 9e9)
+    assert move.seconds == pytest.approx(messages * 5e-6 + 8 * numbers * 8 / 9e9)
     assert move.busy == pytest.approx(8 * numbers * 0.2e-9 + 8 * added * 0.1e-9)
 
 
@@ -54,15 +54,26 @@ def test_a_tree_with_the_best_number_of_pieces(ranks: int) -> None:
     height, size = math.ceil(math.log2(ranks)), 1 << 24
     one_way = min((2 * height + 2 * k) * (5e-6 + size / (2 * k) * 8 / 9e9) for k in range(1, 20000))
     move = tree(size, ranks, LINK, ADDING)
-    assert move.wire == pytest.approx(2 * one_way, rel=1e-3)
+    assert move.seconds == pytest.approx(2 * one_way, rel=1e-3)
     assert move.busy == pytest.approx(size * (2 * 0.2e-9 + 0.1e-9))
 
 
 def test_where_a_tree_beats_a_ring() -> None:
     """A ring sends fewer bytes, a tree fewer messages."""
     few, many = 2, 4096
-    assert ring(1 << 28, few, LINK, 0).wire < tree(1 << 28, few, LINK, 0).wire
-    assert ring(1 << 20, many, LINK, 0).wire > 10 * tree(1 << 20, many, LINK, 0).wire
+    assert ring(1 << 28, few, LINK, 0).seconds < tree(1 << 28, few, LINK, 0).seconds
+    assert ring(1 << 20, many, LINK, 0).seconds > 10 * tree(1 << 20, many, LINK, 0).seconds
+
+
+@pytest.mark.parametrize("algorithm", ALL_REDUCE)
+def test_the_slower_of_link_and_core_sets_the_pace(algorithm: str) -> None:
+    slow_core = ALL_REDUCE[algorithm](1 << 24, 8, Link(1e12, host=2e-9), ADDING)
+    assert slow_core.seconds == slow_core.busy > (1 << 24) * 2 * 7 / 8 * 2e-9
+    slow_link = ALL_REDUCE[algorithm](1 << 24, 8, Link(1e9, host=2e-9), ADDING)
+    assert (
+        slow_link.busy == slow_core.busy
+        and slow_link.seconds == ALL_REDUCE[algorithm](1 << 24, 8, Link(1e9), 0).seconds
+    )
 
 
 @given(
@@ -78,7 +89,10 @@ def test_buckets_are_those_of_ddp(sizes: list[int], first: int, more: int) -> No
 
 
 def ticks(backward: int, ready: list[int], moves: list[tuple[int, int]]) -> int:
-    """The same, a tick at a time: a rank, which computes unless its core is taken, and a line with one move on it."""
+    """The same, a tick at a time: a rank, which computes unless its core is taken, and a line with one move on it.
+
+    `moves`: how many ticks of each leave the core alone, and how many take it.
+    """
     now = done = 0
     waiting, line = list(zip(ready, moves, strict=True)), [0, 0]
     while True:
@@ -96,9 +110,9 @@ def ticks(backward: int, ready: list[int], moves: list[tuple[int, int]]) -> int:
 def test_what_is_exposed_by_a_clock_that_ticks(steps: list[tuple[int, int, int]]) -> None:
     ready = np.cumsum([step[0] for step in steps]).tolist()
     moves = [step[1:] for step in steps]
-    reduce = iter(moves)
+    reduce = iter(Move(alone + taken, taken) for alone, taken in moves)
     filled = [Gradient(moment, 1) for moment in ready]
-    assert exposed(ready[-1], filled, lambda _: Move(*next(reduce))) == ticks(ready[-1], ready, moves)
+    assert exposed(ready[-1], filled, lambda _: next(reduce)) == ticks(ready[-1], ready, moves)
 
 
 def test_limits() -> None:

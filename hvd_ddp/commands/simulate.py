@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvd_ddp.commands.plot import STYLES, refuse_to_replace, render
 from hvd_ddp.commands.scaling_table import refuse_other_csv
-from hvd_ddp.commands.simulate_table import COLUMNS, Point, as_csv, assumptions, points, recorded, show
+from hvd_ddp.commands.simulate_table import COLUMNS, Point, as_csv, assumptions, points, show
 from hvd_ddp.commands.starters import outside
 from hvd_ddp.commands.train import config_of, parse_as
 from hvd_ddp.config import TrainConfig
@@ -102,8 +102,6 @@ def run(arguments: list[str]) -> int:
     if options.json:
         print(json.dumps({"rows": [point.to_dict() for point in found]}), flush=True)
         return FINISHED
-    for costs in scaled:
-        print(recorded(costs))
     show(found)
     print(assumptions(links[options.gbit[0]], bucket))
     print(", ".join(str(path) for path in files.values()), flush=True)
@@ -128,7 +126,7 @@ def _draw(files: dict[str, Path], found: list[Point], options: Options) -> None:
     from hvd_ddp.commands.simulate_plot import draw
 
     title = (
-        f"simulated, weak scaling: {options.latency_us:g} us a message, {100 * options.goodput:g} % of the rate for "
+        f"simulated, weak scaling: {options.latency_us:g} µs a message, {100 * options.goodput:g} % of the rate for "
         f"gradients, {options.host_ns:g} ns of a core for each byte"
     )
     for kind in ("png", "svg"):

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 DASHES: dict[str, Any] = {"ring": "-", "tree": (0, (4, 2))}
 LEAST = 1e-3  # milliseconds: what is hidden but for less counts as hidden, for a logarithmic axis has no zero
+TICK = 3  # of so many sizes one has a label and its marker
+WIDE = 1e3  # highest over lowest, from which powers of ten are enough
 
 
 def draw(figure: Figure, found: Sequence[Point], title: str) -> None:
@@ -27,12 +29,15 @@ def draw(figure: Figure, found: Sequence[Point], title: str) -> None:
             for algorithm in dict.fromkeys(point.algorithm for point in found):
                 own = [p for p in found if (p.costs, p.gbit, p.algorithm) == (costs, gbit, algorithm)]
                 look = _look(number, algorithm)
-                above.plot([p.ranks for p in own], [100 * p.efficiency for p in own], **look)
+                above.plot([p.ranks for p in own], [100 * p.efficiency for p in own], markevery=TICK, **look)
                 shown = [p for p in own if 1000 * p.exposed >= LEAST]
                 label = f"{gbit:g} Gbit/s, {algorithm}" if column == 0 else None
-                below.plot([p.ranks for p in shown], [1000 * p.exposed for p in shown], label=label, **look)
+                marked = [number for number, p in enumerate(shown) if p.ranks in SIZES[::TICK]]
+                below.plot(
+                    [p.ranks for p in shown], [1000 * p.exposed for p in shown], label=label, markevery=marked, **look
+                )
         above.set_title(
-            f"{costs.model}, {costs.samples} a rank\n{costs.size / 1e6:.3g} MB, {1000 * costs.step:.3g} ms a step",
+            f"{costs.model}, {costs.samples} a rank\n{costs.size / 1e6:.3g} MB, {1000 * costs.step:,.4g} ms a step",
             fontsize=8,
         )
         _label(below)
@@ -52,14 +57,17 @@ def _look(number: int, algorithm: str) -> dict[str, Any]:
 
 
 def _label(below: Axes) -> None:
-    from matplotlib.ticker import FuncFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     plain = FuncFormatter(lambda value, _: f"{value:,.10g}")
     below.set_xscale("log", base=2)
-    below.set_xticks(SIZES[::3])
+    below.set_xticks(SIZES[::TICK])
     below.xaxis.set_major_formatter(plain)
     below.xaxis.set_minor_locator(NullLocator())
     below.set_yscale("log")
+    values: list[Any] = [line.get_ydata() for line in below.lines]
+    low, high = min(map(min, values), default=1.0), max(map(max, values), default=1.0)
+    below.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < WIDE * low else (1,)))
     below.yaxis.set_major_formatter(plain)
     below.yaxis.set_minor_locator(NullLocator())
     below.set_xlabel("ranks")

@@ -33,29 +33,44 @@ def record_training(config: TrainConfig) -> Costs:
                 given = next(steps)
                 trainer.train_step(given.micros, given.window)
 
+            threads = torch.get_num_threads()
+            clock, by = (
+                (time.thread_time, " by its CPU time") if threads == 1 else (time.perf_counter, "s by the clock")
+            )
             shape = "x".join(map(str, data.image_shape))
-            about = f"samples of {shape}, {config.optimizer}, {config.precision}, {torch.get_num_threads()} thread(s)"
-            return record(model, step, name=config.model, about=about, samples=config.global_batch)
+            about = f"samples of {shape}, {config.optimizer}, {config.precision}, {threads} thread{by}"
+            return record(model, step, name=config.model, about=about, samples=config.global_batch, clock=clock)
 
 
-def record(model: nn.Module, step: Callable[[], object], *, name: str, about: str, samples: int) -> Costs:
-    """The step of median length, of some; `step` does one with the bare model, its last backward is looked at."""
+def record(
+    model: nn.Module,
+    step: Callable[[], object],
+    *,
+    name: str,
+    about: str,
+    samples: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Costs:
+    """The step of median length, of some; `step` does one with the bare model, its last backward is looked at.
+
+    `clock`: time.thread_time leaves out what other programs do on the core meanwhile; one thread has to do it all.
+    """
     forward_ended, ready, turns = 0.0, dict[Tensor, float](), list[tuple[float, dict[Tensor, float]]]()
 
     def at_forward(*_: object) -> None:
         nonlocal forward_ended
-        forward_ended = time.perf_counter()
+        forward_ended = clock()
 
     def at_gradient(parameter: Tensor) -> None:
-        ready[parameter] = time.perf_counter() - forward_ended
+        ready[parameter] = clock() - forward_ended
 
     hooks = [model.register_forward_hook(at_forward)]
     hooks += [p.register_post_accumulate_grad_hook(at_gradient) for p in model.parameters() if p.requires_grad]
     try:
         for _ in range(WARM_UP + COUNTED):
-            began = time.perf_counter()
+            began = clock()
             step()
-            turns.append((time.perf_counter() - began, ready.copy()))
+            turns.append((clock() - began, ready.copy()))
     finally:
         for hook in hooks:
             hook.remove()

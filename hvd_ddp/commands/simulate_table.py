@@ -12,7 +12,7 @@ from typing import Any
 from hvd_ddp.costs import ALL_REDUCE, Costs, Link, exposed_on
 
 SIZES = [1 << number for number in range(13)]  # ranks
-SHOWN = (2, 16, 128, 1024, 4096)  # of them, in the table
+SHOWN = (2, 32, 512, 4096)  # of them, in the table
 COLUMNS = ("model", "samples_per_rank", "gradient_bytes", "gbit_per_second", "all_reduce", "ranks", "step_seconds",
            "exposed_seconds", "efficiency")  # fmt: skip
 
@@ -62,32 +62,28 @@ def as_csv(found: Sequence[Point]) -> str:
 
 
 def show(found: Sequence[Point]) -> None:
-    """Print efficiency and exposed time: a line for each model, link and way to reduce."""
+    """Print what each model costs, and under it a line for each link and way to reduce."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for column in ("model", "Gbit/s", "all_reduce", *(f"{ranks:,} ranks" for ranks in SHOWN)):
-        table.add_column(column, justify="left" if column in ("model", "all_reduce") else "right", no_wrap=True)
-    for first in found[:: len(SIZES)]:
-        same = (first.costs, first.gbit, first.algorithm)
-        line = [point for point in found if (point.costs, point.gbit, point.algorithm) == same]
-        cells = [cell(point) for point in line if point.ranks in SHOWN]
-        table.add_row(first.costs.model, f"{first.gbit:g}", first.algorithm, *cells)
-    Console().print(table)
-
-
-def cell(point: Point) -> str:
-    """Efficiency, and what of the communication is exposed."""
-    exposed = 1000 * point.exposed
-    return f"{100 * point.efficiency:.1f} % {f'{exposed:.3g}' if exposed < 1000 else f'{exposed:,.0f}':>6} ms"
+    for model in dict.fromkeys(point.costs for point in found):
+        print(f"{recorded(model)}\nefficiency in %, and communication that is exposed, in ms a step:")
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        for column in ("Gbit/s", "by", *(f"{ranks:,} ranks" for ranks in SHOWN)):
+            table.add_column(column, justify="left" if column == "by" else "right", no_wrap=True)
+        own = [point for point in found if point.costs == model]
+        for gbit, algorithm in dict.fromkeys((point.gbit, point.algorithm) for point in own):
+            line = [point for point in own if (point.gbit, point.algorithm) == (gbit, algorithm)]
+            cells = [f"{100 * p.efficiency:.1f} {1000 * p.exposed:8,.1f}" for p in line if p.ranks in SHOWN]
+            table.add_row(f"{gbit:g}", algorithm, *cells)
+        Console().print(table)
 
 
 def recorded(costs: Costs) -> str:
-    """What it starts from, in a line."""
+    """What it starts from."""
     return (
-        f"{costs.model}: {costs.samples} samples a rank, {1000 * costs.step:.4g} ms a step, "
-        f"{1000 * costs.backward:.4g} of them backward; {costs.size / 1e6:.4g} MB of gradients ({costs.about})"
+        f"{costs.model}: {costs.samples} samples a rank, {1000 * costs.step:,.1f} ms a step, of which backward takes "
+        f"{1000 * costs.backward:,.1f} ms; {costs.size / 1e6:.4g} MB of gradients\n({costs.about})"
     )
 
 
@@ -100,6 +96,6 @@ def assumptions(link: Link, bucket: int | None) -> str:
         f"else: {1e6 * link.latency:g} us a message, {100 * link.goodput:g} % of its rate for gradients. DDP's buckets "
         f"{sizes}, are reduced one after the other. ring: 2(p-1) messages of 1/p of a bucket. tree: up and then down "
         f"two binary trees, pipelined. Adding what came in, and {1e9 * link.host:g} ns for each byte sent, take the "
-        "rank's own core from backward; all else on the way does not.",
+        "rank's own core from backward, and set the pace where the link is faster; all else on the way does not.",
         width=118,
     )

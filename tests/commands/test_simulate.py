@@ -58,6 +58,8 @@ def test_when_gradients_are_ready() -> None:
     assert {g.size for g in costs.gradients[2:]} == {4 * 32, 4 * 8} and costs.gradients[2].ready >= SLEEP
     assert costs.step >= 2 * SLEEP + optimizer_seconds and costs.backward < costs.step - SLEEP - optimizer_seconds / 2
     assert 0 < costs.adding < 1e-7
+    busy = record(model, step, name="two", about="here", samples=3, clock=time.thread_time)
+    assert 0 < busy.step < 2 * SLEEP, "without what it slept"
     assert not model._forward_hooks and not model.last.weight._post_accumulate_grad_hooks
 
 
