@@ -22,9 +22,39 @@ def command_to_go_on(directory: Path) -> str:
 
 def figures(results: dict[str, Any]) -> str:
     """An evaluation's results in words."""
-    known = ("steps", "epochs", "samples_per_second", "num_samples", "best", "phases")
+    known = ("steps", "epochs", "samples_per_second", "num_samples", "best", "phases", "seconds")
     text = ", ".join(f"{name} {value:.4f}" for name, value in results.items() if name not in known)
     return text + (f" on {results['num_samples']} samples" if "num_samples" in results else "")
+
+
+def interval(row: dict[str, Any], evaluated: dict[str, float]) -> str:
+    """A line of metrics in words, with what the last evaluation of this start found."""
+    text = "epoch {epoch}  loss {loss:.4f}  lr {lr:.2e}  {samples_per_second:.0f} samples/s".format(**row)
+    if "accuracy" in evaluated:
+        text += "  evaluated: accuracy {accuracy:.4f}".format(**evaluated)
+    if slow := row.get("slowest"):
+        text += "  waiting for rank {rank} ({host}): {phase}, {seconds:.3f} s a step".format(**slow)
+    return text
+
+
+def ending(status: str, results: dict[str, Any], num_ranks: int, directory: Path) -> list[str]:
+    """What the run has come to: a table, and its last line."""
+    speed, best = results["samples_per_second"], dict(results["best"] or {})
+    table = {
+        "steps": f"{results['steps']:,}, {results['epochs']:.3g} epochs",
+        "throughput": f"{speed:,.0f} samples/s, {speed / num_ranks:,.0f} a rank",
+        "where the time went": ", ".join(
+            f"{phase} {share:.0%}" for phase, share in results["phases"].items() if share >= 0.005
+        ),
+    }
+    if best:
+        step = best.pop("step")
+        table["best evaluation"] = f"{figures(best)}, at step {step:,}"
+    last = ", ".join(filter(None, [f"{speed:.0f} samples/s", figures(results)]))
+    return [
+        *(f"{name:20} {value}" for name, value in table.items()),
+        f"{status}: {results['steps']} steps in {results['seconds']:.1f} s, {last}; {directory}",
+    ]
 
 
 def banner(config: TrainConfig, backend: Backend, directory: Path) -> list[str]:

@@ -19,6 +19,7 @@ OnNan = Literal["stop", "skip"]
 SignalName = Literal["USR1", "USR2", "HUP", "ALRM", "URG"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 CompressionName = Literal["none", "fp16", "bf16", "powersgd"]
+TrackerName = Literal["tensorboard", "mlflow", "wandb"]
 
 
 def free(default: Any) -> Any:
@@ -170,7 +171,9 @@ class TrainConfig:
     """Epochs between two evaluations."""
     log_every: int = free(10)
     """Steps between two lines of metrics."""
-
+    track: tuple[TrackerName, ...] = free(())
+    """Show the metrics also in these. tensorboard: files in the run directory; so does mlflow without
+    MLFLOW_TRACKING_URI, and wandb without WANDB_MODE."""
     profile: bool = free(False)
     """Record ten steps of each rank: profile/<restart>/rank_0000.json, for Perfetto or Chrome's trace viewer."""
 
@@ -239,15 +242,29 @@ class TrainConfig:
         kinds = get_type_hints(cls)
         known = {name: value for name, value in values.items() if name in kinds}
         for name, value in known.items():
+            if get_origin(kinds[name]) is tuple and isinstance(value, str):
+                known[name] = value = tuple(value.split())
             if not _is_one_of(value, kinds[name]):
                 raise ValueError(f"{_flag(name)} is `{str(value)[:100]}`, which it can't be.")
         return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types only: what config.yaml and a checkpoint hold."""
-        return {
-            name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(self).items()
-        }
+        """Plain types only, several words as one text: what config.yaml and a checkpoint hold."""
+        return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
+
+
+# Groups of the options in --help, each from this option on.
+GROUPS = {
+    "where": "backend",
+    "data": "data",
+    "model": "model",
+    "length": "epochs",
+    "optimizer": "optimizer",
+    "numbers": "precision",
+    "communication": "compression",
+    "run": "run_dir",
+    "faults": "on_nan",
+}
 
 
 def may_change(name: str) -> bool:
@@ -259,11 +276,19 @@ def _is_one_of(value: Any, kind: Any) -> bool:
     """Whether it has that type of an option: a Literal, a union, a plain type; paths are text."""
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is_one_of(one, get_args(kind)[0]) for one in value)
     if get_origin(kind) in (Union, UnionType):
         return any(_is_one_of(value, one) for one in get_args(kind))
     if kind in (int, float):
         return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
     return isinstance(value, str | Path if kind is Path else kind)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return " ".join(value)
+    return str(value) if isinstance(value, Path) else value
 
 
 def _flag(name: str) -> str:

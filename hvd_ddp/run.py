@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from hvd_ddp.backends.base import Backend
-from hvd_ddp.banner import banner, command_to_go_on, figures
+from hvd_ddp.banner import banner, command_to_go_on, ending, figures, interval
 from hvd_ddp.config import TrainConfig
 from hvd_ddp.durable import open_own, overwrite, remove_temporaries, replace_file
 from hvd_ddp.errors import HvdDDPError
@@ -23,6 +23,7 @@ from hvd_ddp.lock import Lock
 from hvd_ddp.log import Console, Metrics, console, log_to, stop_logging
 from hvd_ddp.resume import Start, default_directory, plan, same_directory
 from hvd_ddp.saving import Saved, Saver
+from hvd_ddp.trackers import About, Trackers
 
 log = logging.getLogger(__name__)
 SETTLE = 2.0  # seconds that a job which fails gives to the checkpoint that is being written
@@ -34,8 +35,9 @@ class Run:
     def __init__(self, config: TrainConfig, backend: Backend, *, total_steps: int, num_samples: int | None) -> None:
         """Decide what this start does, on rank 0, and tell all; raises HvdDDPError everywhere."""
         self.config, self.backend, self.total_steps = config, backend, total_steps
-        self._data = b""
-        self._given_up = False
+        self._data, self._given_up = b"", False
+        self._trackers = Trackers()
+        self._evaluated: dict[str, float] = {}  # by the last evaluation of this start
         directory = default_directory(config, backend.launch)
         with backend.meeting.pulse.long_work("reading the run directory"):
             same_directory(directory, backend)
@@ -60,6 +62,8 @@ class Run:
 
     def _plan(self, directory: Path, num_samples: int | None) -> dict[str, Any]:
         Lock(directory, self.backend.launch, timeout=self.config.timeout).refuse_if_held()
+        with self.backend.meeting.pulse.long_work("importing trackers"):
+            self._trackers = Trackers(self.config.track, warn=self._warn)
         try:
             start, self._data = plan(self.config, directory, total_steps=self.total_steps, num_samples=num_samples)
         except OSError as error:
@@ -109,6 +113,7 @@ class Run:
         self._saver.settle(SETTLE)
         self._given_up = True
         try:
+            self._trackers.close("failed", SETTLE)
             self._write_summary("failed", {"steps": self.backend.meeting.pulse.step})
         finally:
             self._lock.release()
@@ -137,6 +142,8 @@ class Run:
             device=str(self.backend.device),
             torch=torch.__version__,
         )
+        config = {**self.config.to_dict(), **self._facts()}
+        self._trackers.open(About(self.directory, self.start.restart, meeting.pulse.step, config))
 
     def _open(self) -> dict[str, Any]:
         try:
@@ -210,18 +217,15 @@ class Run:
 
     def close(self, status: str, results: dict[str, Any]) -> dict[str, Any]:
         """Write the summary and give the directory back; returns what the summary says of the training."""
-        seconds = time.monotonic() - self._began
-        self.metrics.write("end", status=status, seconds=seconds, **results)
+        results = {**results, "seconds": time.monotonic() - self._began}
+        self.metrics.write("end", status=status, **results)
         if self.backend.is_main:
+            with self.backend.meeting.pulse.long_work("closing trackers"):
+                self._trackers.close(status)
             self.backend.meeting.farewells.remove(self._give_up)
-            self._close(status, {**results, "seconds": seconds})
-            phases = ", ".join(f"{phase} {share:.0%}" for phase, share in results["phases"].items() if share >= 0.005)
-            self.console.line(f"where the time went: {phases}")
-            self.console.line(
-                f"{status}: {results['steps']} steps in {seconds:.1f} s, "
-                + ", ".join(filter(None, [f"{results['samples_per_second']:.0f} samples/s", figures(results)]))
-                + f"; {self.directory}"
-            )
+            self._close(status, results)
+            for line in ending(status, results, self.backend.launch.world_size, self.directory):
+                self.console.line(line)
             if status == "preempted":
                 self.console.line(f"to go on: {command_to_go_on(self.directory)}")
         return {"status": status, **results}
@@ -238,15 +242,16 @@ class Run:
     def trained(self, *, step: int, **row: Any) -> None:
         """Report an interval of training steps."""
         self.metrics.write("train", step=step, **row)
-        text = "epoch {epoch}  loss {loss:.4f}  lr {lr:.2e}  {samples_per_second:.0f} samples/s".format(**row)
-        if slow := row.get("slowest"):
-            text += "  waiting for rank {rank} ({host}): {phase}, {seconds:.3f} s a step".format(**slow)
+        self._trackers.row("train", step, row)
+        text = interval(row, self._evaluated)
         self.console.progress(step, self.total_steps, text)
         log.info("step %d  %s", step, text)
 
     def evaluated(self, *, step: int, epoch: int, results: dict[str, float]) -> None:
         """Report an evaluation."""
         self.metrics.write("eval", step=step, epoch=epoch, **results)
+        self._trackers.row("eval", step, {"epoch": epoch, **results})
+        self._evaluated = results
         text = figures(results)
         self.console.line(f"evaluation at step {step}: {text}")
         log.info("evaluation at step %d: %s", step, text)

@@ -24,6 +24,7 @@ LAYERS = [
         "ema",
         "tasks",
         "log",
+        "trackers",
         "seeding",
         "snapshot",
         "decisions",
@@ -40,6 +41,7 @@ LAYERS = [
     {"main"},
 ]
 HEAVY = {"torch", "torchvision", "horovod", "mpi4py", "ray", "matplotlib", "numpy", "numba"}
+HEAVY |= {"tensorboard", "mlflow", "wandb"}  # which only the modules of trackers import, when they are asked for
 LATE = {"horovod", "mpi4py", "ray", "matplotlib", "numba"}  # imported only inside functions, anywhere
 
 
