@@ -67,28 +67,32 @@ class Lines:
 
 
 class Bar:
-    """A progress bar, for a terminal."""
+    """A progress bar with the time left, for a terminal; below it what else there is to say, as far as it fits."""
 
     def __init__(self) -> None:
+        from rich.console import Group
+        from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.text import Text
 
-        self._bar = Progress(
-            BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)
-        )
+        self._bar = Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left"))
         self._task = self._bar.add_task("", total=None)
-        self._bar.start()
+        self._text = Text(no_wrap=True, overflow="ellipsis")
+        self._live = Live(Group(self._bar, self._text))
+        self._live.start()
 
     def line(self, text: str) -> None:
         """One line above the bar."""
-        self._bar.console.print(text, markup=False, highlight=False)
+        self._live.console.print(text, markup=False, highlight=False)
 
     def progress(self, step: int, total: int, text: str) -> None:
         """Move the bar."""
-        self._bar.update(self._task, completed=step, total=total, description=text)
+        self._text.plain = text
+        self._bar.update(self._task, completed=step, total=total)
 
     def close(self) -> None:
-        """Take the bar off the screen."""
-        self._bar.stop()
+        """Leave the bar where it is, and the cursor below it."""
+        self._live.stop()
 
 
 def console(*, is_main: bool, behind_mpi: bool) -> Console:
