@@ -9,22 +9,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from hvd_ddp.commands import COMMANDS
 from hvd_ddp.errors import FAILED, INTERRUPTED, HvdDDPError
 from hvd_ddp.job.launch import is_speaker
 
-COMMANDS = {
-    "train": "hvd_ddp.commands.train",
-    "evaluate": "hvd_ddp.commands.evaluate",
-    "predict": "hvd_ddp.commands.predict",
-    "data": "hvd_ddp.commands.data",
-    "bench": "hvd_ddp.commands.bench",
-    "plot": "hvd_ddp.commands.plot",
-    "doctor": "hvd_ddp.commands.doctor",
-    "parity": "hvd_ddp.commands.parity",
-    "scaling": "hvd_ddp.commands.scaling",
-    "submit": "hvd_ddp.commands.submit",
-    "install-horovod": "hvd_ddp.commands.install_horovod",
-}
 SILENCE = 2.0  # seconds that a rank stays which leaves the word to rank 0: mpirun kills all when the first has left
 
 

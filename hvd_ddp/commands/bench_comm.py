@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
 from hvd_ddp.commands.bench_ranks import start
+from hvd_ddp.commands.options import command_line
 from hvd_ddp.errors import FINISHED, HvdDDPError
 
 if TYPE_CHECKING:
@@ -38,9 +37,9 @@ class Options:
     nproc: int = 2
     """Ranks to start on this machine, by mpirun if it is there. A launcher's ranks are used as they are."""
     min_bytes: int = 4
-    """Smallest message."""
+    """Smallest message, in bytes."""
     max_bytes: int = 64 << 20
-    """Largest message. Sizes in between are four times the one before."""
+    """Largest message, in bytes. Sizes in between are four times the one before."""
     repeats: int = 7
     """Turns of each; the median counts."""
     json: bool = False
@@ -82,7 +81,7 @@ class Way:
 
 def run(arguments: list[str]) -> int:
     """`python -m hvd_ddp bench comm`."""
-    options = tyro.cli(Options, args=arguments, prog="python -m hvd_ddp bench comm")
+    options = command_line(Options, arguments, "bench comm")
     code = start(options.nproc, ["bench", "comm", *arguments])
     if code is not None:
         return code

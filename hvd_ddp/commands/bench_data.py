@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import tyro
-
 from hvd_ddp.commands.bench import Row, show
+from hvd_ddp.commands.options import command_line
 from hvd_ddp.errors import FINISHED
 
 SHAPE = (3, 32, 32)
@@ -31,7 +30,7 @@ class Options:
     repeats: int = 7
     """Turns of each; the median counts."""
     seconds: float = 0.5
-    """Of each turn."""
+    """Seconds of CPU time of each turn."""
     json: bool = False
     """Print one JSON object and nothing else."""
 
@@ -46,7 +45,7 @@ class Options:
 
 def run(arguments: list[str]) -> int:
     """`python -m hvd_ddp bench data`."""
-    options = tyro.cli(Options, args=arguments, prog="python -m hvd_ddp bench data")
+    options = command_line(Options, arguments, "bench data")
     rows = measure(options.batch, options.repeats, options.seconds)
     turns = f"{options.repeats} turns of {options.seconds:g} s of CPU time"
     title = f"images of 32x32x3, one thread, batches of {options.batch}, {turns}"

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from hvd_ddp.commands.bench import Row, show
+from hvd_ddp.commands.options import command_line
 from hvd_ddp.errors import FINISHED
 
 SIZE = 224
@@ -36,7 +35,7 @@ class Options:
     batch: int = 32
     """Pictures a batch."""
     batches: int = 12
-    """Of each turn."""
+    """Batches of each turn."""
     repeats: int = 7
     """Turns of each; the median counts."""
     json: bool = False
@@ -53,7 +52,7 @@ class Options:
 
 def run(arguments: list[str]) -> int:
     """`python -m hvd_ddp bench folder`."""
-    options = tyro.cli(Options, args=arguments, prog="python -m hvd_ddp bench folder")
+    options = command_line(Options, arguments, "bench folder")
     rows = measure(options)
     turns = f"{options.repeats} turns of {options.batches} batches of {options.batch}"
     title = f"pictures of {SIZE}x{SIZE}, {options.workers} workers, {turns}"

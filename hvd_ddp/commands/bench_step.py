@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
 from hvd_ddp.commands.bench import Row, show
 from hvd_ddp.commands.bench_ranks import start
+from hvd_ddp.commands.options import command_line
 from hvd_ddp.config import Communication, CompressionName, OptimizerName, TrainConfig, TransportName
 from hvd_ddp.errors import FINISHED, HvdDDPError
 
@@ -50,7 +49,7 @@ class Options:
     model: str = TrainConfig.model
     """As for train."""
     global_batch: int = TrainConfig.global_batch
-    """As for train."""
+    """Samples an optimizer step, over all ranks."""
     optimizer: OptimizerName = TrainConfig.optimizer
     """As for train."""
     compression: CompressionName = "none"
@@ -101,7 +100,7 @@ class Pair:
 
 def run(arguments: list[str]) -> int:
     """`python -m hvd_ddp bench step`."""
-    options = tyro.cli(Options, args=arguments, prog="python -m hvd_ddp bench step")
+    options = command_line(Options, arguments, "bench step")
     code = start(options.nproc, ["bench", "step", *arguments])
     if code is not None:
         return code

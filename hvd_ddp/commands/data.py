@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import tyro
 
+from hvd_ddp.commands.options import command_line
 from hvd_ddp.errors import FINISHED
 
 if TYPE_CHECKING:
@@ -27,26 +28,23 @@ class List:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Download a data set if need be, pack it into memory-mapped arrays, and verify them; once for all ranks and jobs.
+    """Download a data set if need be, pack it into memory-mapped arrays, and verify them.
 
-    Train packs by itself what it finds, but it never downloads.
+    Once for all ranks and jobs. Train packs by itself what it finds, but it never downloads.
     """
 
     name: tyro.conf.Positional[str]
-    """As for --data of train."""
+    """Name of the data set, as for --data of train."""
     data_dir: Path | None = None
     """Folder of the data set's files; the packed form comes to stand in it, as NAME.packed."""
 
 
-Options = (
-    Annotated[List, tyro.conf.subcommand("list", prefix_name=False)]
-    | Annotated[Prepare, tyro.conf.subcommand("prepare", prefix_name=False)]
-)
+Options: dict[str, type[List | Prepare]] = {"list": List, "prepare": Prepare}
 
 
 def run(arguments: list[str]) -> int:
     """`python -m hvd_ddp data`."""
-    options: List | Prepare = tyro.cli(Options, args=arguments, prog="python -m hvd_ddp data")  # type: ignore[arg-type]
+    options = command_line(Options, arguments, "data")
     return _list(options) if isinstance(options, List) else _prepare(options)
 
 

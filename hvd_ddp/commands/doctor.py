@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import socket
 import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import tyro
-
+from hvd_ddp.commands.options import command_line
 from hvd_ddp.doctor import files, machine, place, software
 from hvd_ddp.doctor.check import Check, Examination, Patient, bounded, examine, failure, refused
 from hvd_ddp.doctor.gathering import Answers, Gathering, NobodyError, gather
@@ -58,8 +55,7 @@ class Options:
 def run(arguments: list[str]) -> int:
     """`python -m hvd_ddp doctor`."""
     speaks = is_speaker()
-    with contextlib.nullcontext() if speaks else contextlib.redirect_stderr(io.StringIO()):
-        options = tyro.cli(Options, args=arguments, prog="python -m hvd_ddp doctor", console_outputs=speaks)
+    options = command_line(Options, arguments, "doctor", show_errors=speaks)
     try:
         launch, problem = detect(), []
     except HvdDDPError as error:

@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-import tyro
 from rich.console import Console
 
+from hvd_ddp.commands.options import command_line
 from hvd_ddp.errors import FINISHED, HvdDDPError
 from hvd_ddp.horovod_build import source as horovod
 from hvd_ddp.horovod_build.record import built_for
@@ -64,18 +64,18 @@ class Options:
     """
 
     gpu: bool = False
-    """build for NCCL: needs nvcc of the major release that torch is built for"""
+    """Build for NCCL: needs nvcc of the major release that torch is built for."""
     rebuild: bool = False
-    """build again even if a wheel for this torch, Python and MPI is there"""
+    """Build again even if a wheel for this torch, Python and MPI is there."""
     cache_dir: Path | None = None
-    """folder of wheels and sources (default: hvd_ddp in XDG_CACHE_HOME or ~/.cache)"""
+    """Folder of wheels and sources. None: hvd_ddp in XDG_CACHE_HOME or ~/.cache."""
     sdist: Path | None = None
-    """horovod-0.28.1.tar.gz, for a machine without network"""
+    """Path of horovod-0.28.1.tar.gz, for a machine without network. None: it is downloaded."""
 
 
 def run(argv: list[str]) -> int:
     """Do it all. HvdDDPError for what the user can mend."""
-    options = tyro.cli(Options, prog="python -m hvd_ddp install-horovod", args=argv)
+    options = command_line(Options, argv, "install-horovod")
     if options.sdist and not options.sdist.is_file():
         raise HvdDDPError(
             f"--sdist names `{options.sdist}`, and there is no such file. Without a source there is nothing to build. "

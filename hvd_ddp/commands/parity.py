@@ -46,7 +46,7 @@ class Options(TrainConfig):
     config: Path | None = None
     """As for train."""
     tolerance: float | None = None
-    """Judge by this instead: the largest difference that is no failure."""
+    """Judge by this instead: the largest norm(a - b) / norm(b) that is no failure. None: as said above."""
     json: bool = False
     """Print one JSON object and nothing else."""
 
@@ -77,7 +77,7 @@ def run(arguments: list[str]) -> int:
 
         return parity_rank.run(arguments[1:])
     outside("parity")
-    options = parse_as(Options, arguments, prog="python -m hvd_ddp parity", description=DESCRIPTION)
+    options = parse_as(Options, arguments, "parity", description=DESCRIPTION)
     ways, missing = _ways(options)
     try:
         with tempfile.TemporaryDirectory(prefix=".parity-", dir=Path.cwd()) as folder:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from hvd_ddp.commands.options import command_line
 from hvd_ddp.durable import replace_file
 from hvd_ddp.errors import FINISHED, HvdDDPError
 from hvd_ddp.history import History, Row, names, read
@@ -70,7 +71,7 @@ class Options:
 
 def run(arguments: list[str]) -> int:
     """`python -m hvd_ddp plot`."""
-    options = tyro.cli(Options, args=arguments, prog="python -m hvd_ddp plot")
+    options = command_line(Options, arguments, "plot")
     refuse_to_replace(options.output)
     histories = [read(directory) for directory in dict.fromkeys(options.runs)]
     if options.against == "epochs":

@@ -83,7 +83,7 @@ def run(arguments: list[str]) -> int:
 
         return simulate.run([argument for argument in arguments if argument != SIMULATE])
     launch = outside("scaling")
-    options = parse_as(Options, arguments, prog="python -m hvd_ddp scaling", description=DESCRIPTION)
+    options = parse_as(Options, arguments, "scaling", description=DESCRIPTION)
     files = {kind: options.output.with_name(f"{options.output.name}.{kind}") for kind in ("csv", "png", "svg")}
     refuse_other_csv(files["csv"])
     for kind in ("png", "svg"):

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import tyro
-
+from hvd_ddp.commands.options import command_line
 from hvd_ddp.commands.train import parse
 from hvd_ddp.errors import FAILED, FINISHED, HvdDDPError
 
@@ -28,11 +27,11 @@ class Options:
     """
 
     nodes: int | None = None
-    """Hosts."""
+    """Hosts. None: as the template says, here and below."""
     ranks_per_node: int | None = None
-    """Ranks on each."""
+    """Ranks on each host."""
     cores_per_rank: int | None = None
-    """Cores for each."""
+    """Cores for each rank."""
     time: str | None = None
     """Limit, HH:MM or HH:MM:SS. It does not end a run: stopped before it, the run goes back into the queue."""
     queue: str | None = None
@@ -121,7 +120,7 @@ def run(arguments: list[str]) -> int:
     """`python -m hvd_ddp submit`."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     training = arguments[end + 1 :]
-    options = tyro.cli(Options, args=arguments[:end], prog="python -m hvd_ddp submit")
+    options = command_line(Options, arguments[:end], "submit")
     parse(training)  # leaves with 2 where train would, before the job has waited
     scheduler, template = _choose(options.template)
     command = scheduler.command(options, template, training)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
-import io
 import math
 import os
 import signal
@@ -16,9 +14,9 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import tyro
 import yaml
 
+from hvd_ddp.commands.options import command_line
 from hvd_ddp.config import TrainConfig
 from hvd_ddp.errors import FINISHED, HvdDDPError
 from hvd_ddp.job.launch import detect, is_speaker
@@ -40,8 +38,8 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 DESCRIPTION = """Train a model on one rank or thousands, under DDP or Horovod.
 
-Other commands: submit, doctor, evaluate, predict, plot, parity, scaling, data, bench, install-horovod (each with
---help)."""
+Other commands: submit, doctor, evaluate, predict, plot, parity, scaling, data, bench, completion, install-horovod (each
+with --help)."""
 
 
 @dataclass(frozen=True)
@@ -80,27 +78,17 @@ def config_of(options: TrainConfig, **changes: Any) -> TrainConfig:
 
 def parse(arguments: list[str], *, show_errors: bool = True) -> Options:
     """The options of `train`; see `parse_as`."""
-    return parse_as(Options, arguments, prog="python -m hvd_ddp", description=DESCRIPTION, show_errors=show_errors)
+    return parse_as(Options, arguments, description=DESCRIPTION, show_errors=show_errors)
 
 
-def parse_as(kind: type[T], arguments: list[str], *, prog: str, description: str, show_errors: bool = True) -> T:
-    """Options from the command line and the YAML file that it names. Exits with 2 where tyro refuses a value."""
+def parse_as(kind: type[T], arguments: list[str], name: str = "", *, description: str, show_errors: bool = True) -> T:
+    """Options from the command line and the YAML file that it names; see `hvd_ddp.commands.options`."""
     defaults: dict[str, Any] = {}
     path = _config_file(arguments)
     if path is not None:
         defaults = _read_yaml(path)
-    from_file = [_as_argument(name, value) for name, value in defaults.items()]
-    # tyro itself is silent about all but what TrainConfig refuses.
-    silence = contextlib.nullcontext() if show_errors else contextlib.redirect_stderr(io.StringIO())
-    with silence:
-        return tyro.cli(
-            kind,
-            args=[*from_file, *arguments],
-            description=description,
-            prog=prog,
-            config=(tyro.conf.OmitArgPrefixes,),
-            console_outputs=show_errors,
-        )
+    words = [word for option, value in defaults.items() for word in _as_arguments(option, value)]
+    return command_line(kind, [*words, *arguments], name, description=description, show_errors=show_errors)
 
 
 def _config_file(arguments: list[str]) -> Path | None:
@@ -147,17 +135,22 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def _as_argument(name: str, value: Any) -> str:
+def _as_arguments(name: str, value: Any) -> list[str]:
     flag = name.replace("_", "-")
     if isinstance(value, int) and value.bit_length() > 128:
         raise HvdDDPError(f"--config: {name} is a number of {value.bit_length()} bits. Write one that it can be.")
+    if isinstance(getattr(TrainConfig, name), tuple):
+        several = value.split() if isinstance(value, str) else value
+        if isinstance(several, list) and all(isinstance(word, str) for word in several):
+            return [f"--{flag}", *several]
+        raise HvdDDPError(f"--config: {name} is `{str(value)[:LONGEST]}`. Write words, or a list of them.")
     if value is not None and not isinstance(value, str | int | float | date):  # aliases may make a list endless
         raise HvdDDPError(f"--config: {name} is a {type(value).__name__}. Write one value.")
     if isinstance(getattr(TrainConfig, name), bool) and not isinstance(value, bool):
         raise HvdDDPError(f"--config: {name} is `{str(value)[:LONGEST]}`. Write true or false.")
     if isinstance(value, bool):
-        return f"--{flag}" if value else f"--no-{flag}"
-    return f"--{flag}={value}"
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}={value}"]
 
 
 def train(config: TrainConfig, make: Callable[..., Trainer] | None = None, *, only_try: bool = False) -> int:

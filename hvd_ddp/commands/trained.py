@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import tyro
 
+from hvd_ddp.commands.options import command_line
 from hvd_ddp.config import BackendName, DeviceName, Precision, TrainConfig, TransportName
 from hvd_ddp.errors import FINISHED, HvdDDPError
 from hvd_ddp.job.launch import detect
@@ -43,7 +43,7 @@ class Choice:
     model: str | None = None
     """Model. None: the one that was trained."""
     precision: Precision | None = None
-    """None: as in training."""
+    """Numbers to compute in. None: as in training."""
     backend: BackendName = TrainConfig.backend
     """As for train."""
     transport: TransportName = TrainConfig.transport
@@ -53,7 +53,7 @@ class Choice:
     nproc: int | None = None
     """Start this many ranks on this machine."""
     threads: Literal["auto"] | int = TrainConfig.threads
-    """As for train."""
+    """CPU threads a rank, as for train."""
     start_timeout: float = TrainConfig.start_timeout
     """Seconds to wait for all ranks at the start."""
     timeout: float = TrainConfig.timeout
@@ -62,10 +62,8 @@ class Choice:
 
 def on_ranks(name: str, kind: type[T], arguments: Sequence[str], work: Callable[[T, Backend], None]) -> int:
     """`python -m hvd_ddp NAME`: read the options, and do the work on every rank."""
-    launch, program = detect(), f"python -m hvd_ddp {name}"
-    # tyro's console_outputs does not silence a value that it can't read
-    with contextlib.nullcontext() if launch.rank == 0 else contextlib.redirect_stderr(io.StringIO()):
-        options = tyro.cli(kind, args=arguments, prog=program, console_outputs=launch.rank == 0)
+    launch = detect()
+    options = command_line(kind, arguments, name, show_errors=launch.rank == 0)
     if wants_ranks(options.nproc, launch):
         return spawn(options.nproc or 1, [name, *arguments])
     from hvd_ddp.backends import connect
