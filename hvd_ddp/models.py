@@ -67,8 +67,10 @@ _WITHOUT_SIDE_OUTPUTS = {"aux_logits": False, "init_weights": True}
 _EXTRA: dict[str, dict[str, bool]] = {"googlenet": _WITHOUT_SIDE_OUTPUTS, "inception_v3": _WITHOUT_SIDE_OUTPUTS}
 
 
-def build(name: str, num_classes: int, shape: tuple[int, ...]) -> nn.Module:
+def build(name: str, num_classes: int | None, shape: tuple[int, ...]) -> nn.Module:
     """The model of that name for samples of `shape`, or what `module:factory` makes of `num_classes`.
+
+    That is None for data whose targets are no classes, where its factory has not said how many there are.
 
     Raises HvdDDPError for an unknown name, and for a model that can't take such samples.
     """
@@ -91,6 +93,11 @@ def build(name: str, num_classes: int, shape: tuple[int, ...]) -> nn.Module:
         raise HvdDDPError(
             f"--model is `{name}`, which is none of: convnet, or module:factory, or a classification model of "
             f"torchvision ({', '.join(names[:3])}, ...)." + (f" Did you mean {near[0]}?" if near else "")
+        )
+    if num_classes is None:
+        raise HvdDDPError(
+            f"--model {name} has an output for each class, and how many there are this data does not say. Return "
+            "(train, eval, num_classes) from its factory, or use --model module:factory."
         )
     if len(shape) != 3:
         raise HvdDDPError(

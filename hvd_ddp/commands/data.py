@@ -73,7 +73,7 @@ def _prepare(options: Prepare) -> int:
         where = f"; {packed.path_of(options.name, options.data_dir)}"
     print(
         f"{options.name}: {done}; {' + '.join(map(_length, (data.train, data.eval)))} samples of {shape}, "
-        f"{data.num_classes} classes{where}"
+        f"{'targets that are no' if data.num_classes is None else data.num_classes} classes{where}"
     )
     return FINISHED
 

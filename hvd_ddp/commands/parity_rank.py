@@ -83,11 +83,8 @@ class Recording(Trainer):
 
 def _digests(batch: Batch) -> list[str]:
     """A hash of each sample with its target, as the model is shown it; none for a stand-in."""
-    pairs = zip(batch.inputs.cpu()[: batch.num_samples], batch.targets.tolist(), strict=False)
-    return [
-        hashlib.blake2b(np.ascontiguousarray(sample.numpy()).tobytes() + b"%d" % target, digest_size=8).hexdigest()
-        for sample, target in pairs
-    ]
+    pairs = zip(*(part.cpu().numpy()[: batch.num_samples] for part in batch[:2]), strict=True)
+    return [hashlib.blake2b(sample.tobytes() + target.tobytes(), digest_size=8).hexdigest() for sample, target in pairs]
 
 
 def _generators(device: torch.device) -> list[Any]:

@@ -18,25 +18,29 @@ _PIXELS_AT_ONCE = 1 << 22  # bincount widens to int64: 32 MiB at a time
 
 @dataclass(frozen=True, eq=False)
 class ArrayDataset:
-    """Images, or samples of floating-point numbers, and the class of each.
+    """Images, or samples of numbers, and the target of each.
 
-    `images` is uint8 (N, C, H, W) or floating-point (N, ...), `targets` int64 (N,), N at least 1; either may be
-    read-only or memory-mapped. Raises ValueError for anything else.
+    `images` is uint8 (N, C, H, W), floating-point (N, ...) or int64 (N, ...), such as tokens; `targets` int64 (N,) for
+    classes, else int64 or floating-point (N, ...); N at least 1. Either may be read-only or memory-mapped. Raises
+    ValueError for anything else.
     """
 
     images: NDArray[Any]
-    targets: NDArray[np.int64]
+    targets: NDArray[Any]
     augments: ClassVar[bool] = False  # the loader changes images for training, not the data set
 
     def __post_init__(self) -> None:
         images, targets = self.images, self.targets
-        fits = images.ndim >= 2 if is_float(images.dtype) else images.dtype == np.uint8 and images.ndim == 4
+        fits = images.ndim == 4 if is_pixels(images.dtype) else images.ndim >= 2 and _is_plain(images.dtype)
         if not fits or 0 in images.shape:
             raise ValueError(
-                f"images are {images.dtype} {images.shape}, not uint8 (N, C, H, W) or floating-point (N, ...), N >= 1"
+                f"images are {images.dtype} {images.shape}, not uint8 (N, C, H, W) or floating-point or int64 "
+                "(N, ...), N >= 1"
             )
-        if targets.dtype != np.int64 or targets.shape != images.shape[:1]:
-            raise ValueError(f"targets are {targets.dtype} {targets.shape}, not int64 ({len(images)},)")
+        if not _is_plain(targets.dtype) or targets.shape[:1] != images.shape[:1] or 0 in targets.shape:
+            raise ValueError(
+                f"targets are {targets.dtype} {targets.shape}, not int64 or floating-point ({len(images)}, ...)"
+            )
 
     def __len__(self) -> int:
         return len(self.images)
@@ -51,6 +55,16 @@ class ArrayDataset:
         """Of its numbers."""
         return self.images.dtype
 
+    @property
+    def target_shape(self) -> tuple[int, ...]:
+        """Of the target of one sample; () for a class."""
+        return self.targets.shape[1:]
+
+    @property
+    def target_dtype(self) -> np.dtype[Any]:
+        """Of its target's numbers."""
+        return self.targets.dtype
+
 
 def _all(part: Part) -> NDArray[Any]:
     return part.images  # type: ignore[union-attr]
@@ -60,37 +74,47 @@ def _all(part: Part) -> NDArray[Any]:
 class Data:
     """A data set in two parts; `mean` and `std` are of each channel of the train images, in pixel units (0..255).
 
-    Floating-point samples are used as they are: their mean is 0 and their std 1.
+    Samples that are no images are used as they are: their mean is 0 and their std 1. `num_classes` is None where
+    nobody has said and the targets are no classes.
     """
 
     name: str
     train: Part
     eval: Part
-    num_classes: int
+    num_classes: int | None
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     @classmethod
     def measure(
-        cls, name: str, train: Part, eval: Part, num_classes: int, *, probe: Callable[[Part], NDArray[Any]] = _all
+        cls,
+        name: str,
+        train: Part,
+        eval: Part,
+        num_classes: int | None,
+        *,
+        probe: Callable[[Part], NDArray[Any]] = _all,
     ) -> Data:
         """Data with the mean and std of `probe(train)`; ValueError where parts or classes do not fit each other."""
         if train.shape != eval.shape:
             raise ValueError(f"{name}: images are {train.shape} in train, {eval.shape} in eval")
         if train.dtype != eval.dtype:
             raise ValueError(f"{name}: images are {train.dtype} in train, {eval.dtype} in eval")
+        targets = [f"{part.target_dtype} {part.target_shape}" for part in (train, eval)]
+        if targets[0] != targets[1]:
+            raise ValueError(f"{name}: the target of a sample is {targets[0]} in train, {targets[1]} in eval")
         for part in (train, eval):
-            if isinstance(part, ArrayDataset):
-                check_targets(name, part, num_classes)
+            if isinstance(part, ArrayDataset) and has_classes(part):
+                check_targets(name, part, num_classes or 0)
         num_channels = train.shape[0]
         mean, std = (0.0,) * num_channels, (1.0,) * num_channels
-        if not is_float(train.dtype):
+        if is_pixels(train.dtype):
             mean, std = channel_statistics(probe(train))
         return cls(name, train, eval, num_classes, mean, std)
 
     @property
     def image_shape(self) -> tuple[int, ...]:
-        """Of one sample: (C, H, W), or whatever floating-point samples have."""
+        """Of one sample: (C, H, W), or whatever samples have that are no images."""
         return self.train.shape
 
     @property
@@ -104,15 +128,26 @@ class Data:
 
 
 def check_targets(name: str, part: ArrayDataset, num_classes: int) -> None:
-    """ValueError for a class outside 0..num_classes-1."""
+    """ValueError for targets that are no classes, or outside 0..num_classes-1."""
+    if not has_classes(part):
+        raise ValueError(f"{name}: targets are {part.targets.dtype} {part.targets.shape}, not int64 ({len(part)},)")
     low, high = int(part.targets.min()), int(part.targets.max())
     if low < 0 or high >= num_classes:
         raise ValueError(f"{name}: targets are {low}..{high}, not within 0..{num_classes - 1}")
 
 
-def is_float(dtype: np.dtype[Any]) -> bool:
-    """Whether the samples are floating-point numbers, which nobody normalises."""
-    return np.issubdtype(dtype, np.floating)
+def has_classes(part: Part) -> bool:
+    """Whether the target of a sample is one whole number: its class."""
+    return part.target_shape == () and part.target_dtype == np.int64
+
+
+def is_pixels(dtype: np.dtype[Any]) -> bool:
+    """Whether the samples are images, which are normalised; other numbers are used as they are."""
+    return dtype == np.uint8
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    return dtype == np.int64 or np.issubdtype(dtype, np.floating)
 
 
 def channel_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -68,6 +68,8 @@ class Pictures:
     """
 
     augments = True
+    target_shape: tuple[int, ...] = ()
+    target_dtype: np.dtype[Any] = np.dtype(np.int64)
 
     def __init__(self, root: Path, paths: bytes, targets: NDArray[np.int32], size: int) -> None:
         self.name, self._root, self._paths, self._targets, self.size = str(root), root, paths, targets, size

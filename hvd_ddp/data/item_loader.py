@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hvd_ddp.data.items import Items, Piece, Request, Stream
-from hvd_ddp.data.loader import Asked, Batch
+from hvd_ddp.data.loader import Asked, Batch, blank
 from hvd_ddp.data.preprocess import Preprocess
 from hvd_ddp.data.sampler import share
 from hvd_ddp.data.workers import Answer, Workers
@@ -24,8 +25,9 @@ log = logging.getLogger(__name__)
 class _Loader:
     """What is common to samples by number and samples in a row: `part` is which of the workers' data sets."""
 
-    def __init__(self, workers: Workers, part: int, shape: tuple[int, ...], preprocess: Preprocess) -> None:
-        self._workers, self._part, self._shape, self._preprocess = workers, part, shape, preprocess
+    def __init__(self, workers: Workers, part: int, samples: Items | Stream, preprocess: Preprocess) -> None:
+        self._workers, self._part, self._preprocess = workers, part, preprocess
+        self._stand_in = partial(blank, samples, 1, device=preprocess.device, dtype=preprocess.dtype)
         self._pinned = _Pinned() if preprocess.device.type == "cuda" else None
 
     def start(self) -> None:
@@ -61,15 +63,14 @@ class _Loader:
             log.warning("left out: %s", what)
         device, num = self._preprocess.device, len(piece.samples)
         if not num:
-            inputs = torch.zeros(1, *self._shape, dtype=self._preprocess.dtype, device=device)
-            return Batch(inputs, torch.zeros(1, dtype=torch.int64, device=device), 0, len(piece.bad))
+            return self._stand_in()._replace(num_samples=0, num_bad=len(piece.bad))
         raw = piece.inputs.to(device) if self._pinned is None else self._pinned.upload(piece.inputs, device)
         samples, targets = (torch.from_numpy(numbers).to(device) for numbers in (piece.samples, piece.targets))
         if self._part == 0 and self._preprocess.augments:
             inputs = self._preprocess.training(raw, torch.arange(num, device=device), samples, epoch)
         else:
             inputs = self._preprocess.evaluation(raw)
-        return Batch(inputs, targets, num, len(piece.bad))
+        return Batch(inputs, self._preprocess.targets(targets), num, len(piece.bad))
 
 
 class _Pinned:
@@ -100,7 +101,7 @@ class ItemLoader(_Loader):
     """Batches of a data set whose samples are read by number."""
 
     def __init__(self, workers: Workers, part: int, items: Items, preprocess: Preprocess) -> None:
-        super().__init__(workers, part, items.shape, preprocess)
+        super().__init__(workers, part, items, preprocess)
         self._num_samples = len(items)
 
     def steps(self, asked: Iterable[Asked], accumulate: int) -> Iterator[list[Batch]]:
@@ -131,7 +132,7 @@ class StreamLoader(_Loader):
     """Batches of a data set whose samples come in a row; the workers are one at most, and read in that order."""
 
     def __init__(self, workers: Workers, part: int, stream: Stream, preprocess: Preprocess) -> None:
-        super().__init__(workers, part, stream.shape, preprocess)
+        super().__init__(workers, part, stream, preprocess)
         self.sharded = stream.sharded
 
     def pieces(

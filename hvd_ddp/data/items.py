@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvd_ddp.data.arrays import ArrayDataset
+from hvd_ddp.data.arrays import ArrayDataset, has_classes
 from hvd_ddp.data.hashing import key
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.seeding import seed_generators
 
-Sample = tuple[NDArray[Any], int]  # the input, and its class
+Sample = tuple[NDArray[Any], Any]  # the input, and its target: an array, or a class
 
 
 class Items(Protocol):
@@ -26,7 +26,9 @@ class Items(Protocol):
 
     name: str  # what errors call it
     shape: tuple[int, ...]  # of one sample: (C, H, W) for images
-    dtype: np.dtype[Any]  # uint8 for images, else floating-point
+    dtype: np.dtype[Any]  # uint8 for images, else floating-point or int64
+    target_shape: tuple[int, ...]  # of the target of one sample: () for a class
+    target_dtype: np.dtype[Any]  # int64 or floating-point
     augments: bool  # whether `read` itself changes images for training; else the loader does
 
     def __len__(self) -> int: ...
@@ -42,6 +44,8 @@ class Stream(Protocol):
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    target_shape: tuple[int, ...]
+    target_dtype: np.dtype[Any]
     augments: bool
     sharded: bool  # whether each rank has a row of its own; else all have the same and each takes its share
 
@@ -64,7 +68,7 @@ class Piece(NamedTuple):
     """What was read: the samples in the order of the request, without those that could not be read or are not there."""
 
     inputs: Tensor  # (n, *shape), in the data set's dtype
-    targets: NDArray[np.int64]  # (n,)
+    targets: NDArray[Any]  # (n, *target_shape), in the data set's dtype of targets
     samples: NDArray[np.int64]  # (n,), their numbers
     bad: list[str]  # what was wrong with those that could not be read
 
@@ -79,7 +83,7 @@ class Reader:
     """
 
     parts: tuple[Items | Stream | None, ...]
-    num_classes: int
+    num_classes: int | None
     seed: int
     augment: bool
     skip_bad: bool
@@ -95,13 +99,13 @@ class Reader:
         inputs = torch.empty(num, *part.shape, dtype=torch.from_numpy(np.empty(0, part.dtype)).dtype)
         if shared and num:
             inputs.share_memory_()
-        rows, targets, samples, bad = inputs.numpy(), list[int](), list[int](), list[str]()
+        rows, targets = inputs.numpy(), np.empty((num, *part.target_shape), part.target_dtype)
+        samples, bad = list[int](), list[str]()
         with generators_as_before():
             for index, sample in self._read(part, request, bad):
-                rows[len(samples)] = sample[0]
-                targets.append(sample[1])
+                rows[len(samples)], targets[len(samples)] = sample
                 samples.append(index)
-        return Piece(inputs[: len(samples)], np.array(targets, np.int64), np.array(samples, np.int64), bad)
+        return Piece(inputs[: len(samples)], targets[: len(samples)], np.array(samples, np.int64), bad)
 
     def _read(self, part: Items | Stream, request: Request, bad: list[str]) -> Iterator[tuple[int, Sample]]:
         if isinstance(part, Stream):
@@ -147,22 +151,27 @@ class Reader:
         return key(f"hvd_ddp sample {self.seed} {request.part} {request.epoch} {index}")
 
     def _check(self, part: Items | Stream, index: int, sample: Sample) -> None:
-        array, target = sample
-        check_form(part, index, array)
-        if not 0 <= target < self.num_classes:
+        target = sample[1]
+        check_form(part, index, sample)
+        if has_classes(part) and self.num_classes is not None and not 0 <= target < self.num_classes:
             raise HvdDDPError(
                 f"`{part.name}` has the class `{target}` at sample {index}, with {self.num_classes} classes: it is not "
                 f"within 0..{self.num_classes - 1}. Mend the label, or the number of classes."
             )
 
 
-def check_form(part: Items | Stream, index: int, array: NDArray[Any]) -> None:
+def check_form(part: Items | Stream, index: int, sample: Sample) -> None:
     """Raise HvdDDPError for a sample of another shape or type than the data set's first."""
-    if array.shape != part.shape or array.dtype != part.dtype:
-        raise HvdDDPError(
-            f"`{part.name}` has {part.dtype} `{part.shape}` as its first sample and {array.dtype} `{array.shape}` as "
-            f"its sample {index}: they make no batch. Bring all to one shape and type."
-        )
+    array, target = sample[0], np.asarray(sample[1])
+    for what, mine, wanted in (
+        ("", (array.dtype, array.shape), (part.dtype, part.shape)),
+        ("the target of ", (target.dtype, target.shape), (part.target_dtype, part.target_shape)),
+    ):
+        if mine != wanted:
+            raise HvdDDPError(
+                f"`{part.name}` has {wanted[0]} `{wanted[1]}` as {what}its first sample and {mine[0]} `{mine[1]}` as "
+                f"{what}its sample {index}: they make no batch. Bring all to one shape and type."
+            )
 
 
 @contextmanager

@@ -9,19 +9,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvd_ddp.data.arrays import ArrayDataset, is_float
+from hvd_ddp.data.arrays import ArrayDataset, is_pixels
 from hvd_ddp.data.augment import Augmentation
-from hvd_ddp.data.preprocess import Preprocess
+from hvd_ddp.data.items import Part
+from hvd_ddp.data.preprocess import Preprocess, in_training
 from hvd_ddp.data.sampler import share
 
 
 class Batch(NamedTuple):
     """Samples on the device. A stand-in has one sample and `num_samples` 0: it goes through the model, but counts 0."""
 
-    inputs: Tensor  # (n, C, H, W), normalised, or (n, ...) as it is; in the dtype of training
-    targets: Tensor  # (n,) int64
+    inputs: Tensor  # (n, C, H, W), normalised, or (n, ...) as it is; in the dtype of training, whole numbers int64
+    targets: Tensor  # (n,) int64: classes; or (n, ...), int64 or in the dtype of training
     num_samples: int  # n, or 0 for a stand-in
     num_bad: int = 0  # samples that were to be here and could not be read
+
+
+def blank(part: Part, num: int, *, device: torch.device, dtype: torch.dtype) -> Batch:
+    """`num` samples of zeros, in the form that those of `part` have when training is in `dtype`."""
+    forms = (part.shape, part.dtype), (part.target_shape, part.target_dtype)
+    zeros = [
+        torch.zeros(num, *shape, dtype=in_training(torch.from_numpy(np.empty(0, kind)).dtype, dtype), device=device)
+        for shape, kind in forms
+    ]
+    return Batch(zeros[0], zeros[1], num)
 
 
 Asked = tuple[NDArray[np.int64], int]  # samples of one rank in one optimizer step, int64 (n,), and the epoch
@@ -32,7 +43,7 @@ class ArrayLoader:
 
     Images stay one tensor: the array itself on the CPU, one copy on an accelerator. Batches for training are changed as
     `augment` says, those for evaluation never; how they are normalised says `Preprocess`. Raises ValueError for numbers
-    that do not fit the images, and for an `augment` of floating-point samples.
+    that do not fit the images, and for an `augment` of samples that are no images.
     """
 
     def __init__(
@@ -48,7 +59,7 @@ class ArrayLoader:
         num_channels = dataset.shape[0]
         if len(mean) != num_channels or len(std) != num_channels:
             raise ValueError(f"{num_channels} channels, but {len(mean)} means and {len(std)} stds")
-        if augment is not None and is_float(dataset.dtype):
+        if augment is not None and not is_pixels(dataset.dtype):
             raise ValueError(f"images are {dataset.dtype}: only uint8 can be augmented")
         self.device = torch.device(device)
         self._preprocess = Preprocess(augment, mean=mean, std=std, device=self.device, dtype=dtype)
@@ -97,10 +108,11 @@ class ArrayLoader:
     def _gather(self, indices: NDArray[np.int64], epoch: int) -> Batch:
         chosen = _as_tensor(indices if len(indices) else np.zeros(1, dtype=np.int64)).to(self.device)
         inputs = self._preprocess.training(self._images, chosen, chosen, epoch)
-        return Batch(inputs, self._targets.index_select(0, chosen), len(indices))
+        return Batch(inputs, self._preprocess.targets(self._targets.index_select(0, chosen)), len(indices))
 
     def _cut(self, first: int, last: int) -> Batch:
-        return Batch(self._preprocess.evaluation(self._images[first:last]), self._targets[first:last], last - first)
+        targets = self._preprocess.targets(self._targets[first:last])
+        return Batch(self._preprocess.evaluation(self._images[first:last]), targets, last - first)
 
 
 def _as_tensor(array: NDArray[Any]) -> Tensor:

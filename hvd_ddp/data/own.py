@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, TensorDataset
 
-from hvd_ddp.data.arrays import ArrayDataset, Data
+from hvd_ddp.data.arrays import ArrayDataset, Data, has_classes
 from hvd_ddp.data.items import Part, Sample, check_form, generators_as_before
 from hvd_ddp.data.source import Source
 from hvd_ddp.errors import HvdDDPError
@@ -34,7 +34,8 @@ def own(name: str) -> Source:
     An ArrayDataset or a TensorDataset is used as it is in memory. Of any map-style data set of `(input, target)` the
     samples are read when they are needed; an iterable one is read in its own order (`OwnStream`). Without
     `num_classes` it is the length of the training set's `classes`, else the largest target plus one. Raises
-    HvdDDPError for what is none of these; the factory's own exceptions come through.
+    HvdDDPError for what is none of these; the factory's own exceptions come through. Targets that are no classes, such
+    as masks, tokens or measurements, have no number of classes but what the factory says.
     """
 
     @functools.cache
@@ -48,13 +49,22 @@ def own(name: str) -> Source:
     )
 
 
+def own_data(train: Any, evaluation: Any, num_classes: int | None = None, *, name: str = "own") -> Data:
+    """Data sets of your own for `Trainer`, as a factory would return them for --data; `name` is what errors call them.
+
+    Raises HvdDDPError like `own`.
+    """
+    parts = _as_parts(name, (train, evaluation, num_classes))
+    return _data(name, parts, list(_measure(name, *parts)))
+
+
 def _data(name: str, parts: tuple[Part, Part, int | None], found: list[Any]) -> Data:
     num_classes, mean, std = found
     return Data(name, parts[0], parts[1], num_classes, tuple(mean), tuple(std))
 
 
 class OwnItems:
-    """A map-style data set of `(input, target)`: tensors, arrays or PIL images, and a whole number."""
+    """A map-style data set of `(input, target)`: tensors, arrays or PIL images, and a whole number for a class."""
 
     augments = False
 
@@ -62,7 +72,7 @@ class OwnItems:
         self.name, self.dataset = name, dataset
         if len(self) == 0:
             raise HvdDDPError(f"--data `{name}` is empty: there is nothing to do. Return at least one sample.")
-        self.shape, self.dtype = _form(name, functools.partial(self.read, 0, 0))
+        self.shape, self.dtype, self.target_shape, self.target_dtype = _form(name, functools.partial(self.read, 0, 0))
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -85,7 +95,7 @@ class OwnStream:
     def __init__(self, name: str, dataset: Any) -> None:
         self.name, self.dataset = name, dataset
         self.sharded = hasattr(dataset, "shard")
-        self.shape, self.dtype = _form(name, lambda: next(self.flow(0, 0, 1)))
+        self.shape, self.dtype, self.target_shape, self.target_dtype = _form(name, lambda: next(self.flow(0, 0, 1)))
 
     def flow(self, epoch: int, rank: int, world_size: int) -> Iterator[Sample]:
         """The samples of an epoch in the data set's order."""
@@ -96,17 +106,19 @@ class OwnStream:
             yield _sample(self.name, index, item)
 
 
-def _form(name: str, first: Callable[[], Sample]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and type of the first sample, which all others must have."""
+def _form(
+    name: str, first: Callable[[], Sample]
+) -> tuple[tuple[int, ...], np.dtype[Any], tuple[int, ...], np.dtype[Any]]:
+    """Shape and type of the first sample and of its target, which all others must have."""
     with generators_as_before():
         seed_generators(0)
         try:
-            array, _ = first()
+            array, target = first()
         except StopIteration:
             raise HvdDDPError(
                 f"--data `{name}` is empty: there is nothing to do. Return at least one sample."
             ) from None
-    return array.shape, array.dtype
+    return array.shape, array.dtype, target.shape, target.dtype
 
 
 def _parts(name: str, data_dir: Path | None) -> tuple[Part, Part, int | None]:
@@ -115,7 +127,10 @@ def _parts(name: str, data_dir: Path | None) -> tuple[Part, Part, int | None]:
         inspect.signature(factory).bind(data_dir)
     except (TypeError, ValueError) as error:
         raise HvdDDPError(f"--data `{name}` can't be called as factory(data_dir): {error}. Mend it.") from error
-    made = factory(data_dir)
+    return _as_parts(name, factory(data_dir))
+
+
+def _as_parts(name: str, made: Any) -> tuple[Part, Part, int | None]:
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise HvdDDPError(
             f"--data `{name}` returned a `{_kind(made)}`: not a training and an evaluation set. "
@@ -138,7 +153,7 @@ def _part(origin: str, part: Any) -> Part:
             raise HvdDDPError(f"--data `{origin}` is empty: there is nothing to do. Return at least one sample.")
         inputs, targets = (_array(origin, tensor) for tensor in part.tensors)
         try:
-            return ArrayDataset(_inputs(origin, inputs), _targets(origin, targets))
+            return ArrayDataset(_inputs(origin, inputs), _targets(targets))
         except ValueError as error:
             raise HvdDDPError(f"--data {_quoted(f'{origin}: {error}')}. Mend the factory.") from error
     if isinstance(part, IterableDataset) or (hasattr(part, "__iter__") and not hasattr(part, "__getitem__")):
@@ -153,7 +168,7 @@ def _part(origin: str, part: Any) -> Part:
 
 def _measure(
     name: str, train: Part, evaluation: Part, num_classes: int | None
-) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
+) -> tuple[int | None, tuple[float, ...], tuple[float, ...]]:
     """Number of classes, mean and std, found out by one rank for all."""
     if num_classes is None:
         num_classes = _num_classes(name, train, evaluation)
@@ -164,10 +179,12 @@ def _measure(
     return num_classes, data.mean, data.std
 
 
-def _num_classes(name: str, *parts: Part) -> int:
+def _num_classes(name: str, *parts: Part) -> int | None:
     classes = getattr(getattr(parts[0], "dataset", None), "classes", None)
     if isinstance(classes, list | tuple):
         return len(classes)
+    if not all(map(has_classes, parts)):
+        return None
     if any(isinstance(part, OwnStream) for part in parts):
         raise HvdDDPError(
             f"--data `{name}` has an iterable data set, whose classes nobody can count beforehand. Return (train, "
@@ -184,9 +201,9 @@ def _num_classes(name: str, *parts: Part) -> int:
         with generators_as_before():
             for index in range(len(items)):
                 seed_generators(0)
-                array, target = items.read(index, 0)
-                check_form(items, index, array)
-                largest = max(largest, target)
+                sample = items.read(index, 0)
+                check_form(items, index, sample)
+                largest = max(largest, int(sample[1]))
     return largest + 1
 
 
@@ -207,14 +224,9 @@ def _sample(origin: str, index: int, item: Any) -> Sample:
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise HvdDDPError(f"--data `{origin}` has a `{_kind(item)}` as its sample {index}. Return (input, target).")
     sample, target = _array(origin, item[0]), _array(origin, item[1])
-    if target.ndim or target.dtype.kind not in "iub":
-        raise HvdDDPError(
-            f"--data `{origin}` has a target of the type {target.dtype} and the shape `{target.shape}` at sample "
-            f"{index}: the loss wants one class a sample. Return a whole number."
-        )
     if not isinstance(item[0], torch.Tensor | np.ndarray) and sample.dtype == np.uint8:
         sample = sample[None] if sample.ndim == 2 else np.moveaxis(sample, -1, 0)  # a PIL image: (H, W) or (H, W, C)
-    return _inputs(origin, sample[None])[0], int(target)
+    return _inputs(origin, sample[None])[0], _targets(target)
 
 
 def _array(origin: str, value: Any) -> NDArray[Any]:
@@ -233,24 +245,25 @@ def _array(origin: str, value: Any) -> NDArray[Any]:
 
 
 def _inputs(origin: str, inputs: NDArray[Any]) -> NDArray[Any]:
-    """uint8 (N, C, H, W) or floats (N, ...)."""
-    if inputs.dtype in _FLOATS:
+    """uint8 (N, C, H, W), floats (N, ...) or int64 (N, ...)."""
+    if inputs.dtype.kind in "iub" and inputs.dtype != np.uint8:
+        inputs = inputs.astype(np.int64, copy=False)
+    if inputs.dtype in (np.int64, *_FLOATS):
         return inputs if inputs.ndim > 1 else inputs[:, None]
     if inputs.dtype == np.uint8 and inputs.ndim in (3, 4):
         return inputs if inputs.ndim == 4 else inputs[:, None]
     raise HvdDDPError(
         f"--data `{origin}` has inputs of the type {inputs.dtype} and the shape `{inputs.shape[1:]}` a sample, which "
-        "are neither images (uint8, (C, H, W) or (H, W)) nor floating-point numbers. Convert them to float32."
+        "are neither images (uint8, (C, H, W) or (H, W)) nor floating-point numbers. Convert them to float32, tokens "
+        "to int64."
     )
 
 
-def _targets(origin: str, targets: NDArray[Any]) -> NDArray[np.int64]:
-    if targets.dtype.kind not in "iu" or targets.ndim != 1:
-        raise HvdDDPError(
-            f"--data `{origin}` has targets of the type {targets.dtype} and the shape `{targets.shape}`: the loss "
-            "wants one class a sample. Return whole numbers."
-        )
-    return targets.astype(np.int64, copy=False)
+def _targets(targets: NDArray[Any]) -> NDArray[Any]:
+    """Of any shape: whole numbers as int64, others as they are."""
+    if targets.dtype in _FLOATS:
+        return targets
+    return targets.astype(np.float64 if targets.dtype.kind == "f" else np.int64, copy=False)
 
 
 def _kind(value: Any) -> str:

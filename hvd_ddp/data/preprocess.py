@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class Preprocess:
-    """Makes inputs in `dtype` from uint8 (N, C, H, W) or floating-point (N, ...) on `device`.
+    """Makes inputs in `dtype` from uint8 (N, C, H, W) or floating-point (N, ...) on `device`; int64 stays int64.
 
     `mean` and `std` are per channel, in pixel units; floating-point samples are only converted. What a sample comes out
     as does not depend on its batch, bit for bit: a conversion, a subtraction and a division for each pixel, each
@@ -53,10 +53,14 @@ class Preprocess:
         return self._fused(images, chosen, draws)
 
     def evaluation(self, images: Tensor) -> Tensor:
-        """A new tensor in the dtype of training; uint8 (n, C, H, W) is normalised, floating-point (n, ...) is not."""
-        if images.is_floating_point():
-            return images.to(self.dtype, copy=True)
+        """A new tensor in the dtype of training; uint8 (n, C, H, W) is normalised, other numbers (n, ...) are not."""
+        if images.dtype != torch.uint8:
+            return images.to(in_training(images.dtype, self.dtype), copy=True)
         return images.to(self.dtype).sub_(self._mean).div_(self._std)
+
+    def targets(self, targets: Tensor) -> Tensor:
+        """In the dtype of training where they are floating-point."""
+        return targets.to(in_training(targets.dtype, self.dtype))
 
     def _fuse(self, augment: Augmentation) -> Fused | None:
         values = torch.arange(256, dtype=torch.uint8, device="cpu").expand(1, len(self._mean), 1, 256)
@@ -65,3 +69,8 @@ class Preprocess:
         except ImportError as error:
             log.warning("numba can't be imported (%s): images are augmented by torch, which is slower", error)
             return None
+
+
+def in_training(dtype: torch.dtype, training: torch.dtype) -> torch.dtype:
+    """What inputs or targets of that dtype are for the model: whole numbers other than pixels stay what they are."""
+    return torch.int64 if dtype == torch.int64 else training

@@ -220,6 +220,14 @@ def ragged(data_dir):
     return whole(Items([(torch.zeros(3 + index), 0) for index in range(3)]))
 
 
+def ragged_targets(data_dir):
+    return whole(Items([(torch.zeros(3), torch.zeros((1,) * index, dtype=torch.int64)) for index in range(3)]))
+
+
+def targets_differ(data_dir):
+    return TensorDataset(floats(), classes(12)), TensorDataset(floats(), torch.zeros(12))
+
+
 def three_things(data_dir):
     return whole(Items([(torch.zeros(3), 0, 0)] * 3))
 

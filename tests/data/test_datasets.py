@@ -63,6 +63,8 @@ def refused(action, *fragments):
 def test_array_dataset_refuses_other_arrays():
     images, targets = np.zeros((3, 1, 2, 2), np.uint8), np.zeros(3, np.int64)
     assert len(ArrayDataset(images, targets)) == 3
+    for other in (targets[:, None], targets.astype(np.float32)):  # for a task of the user's own
+        assert ArrayDataset(images, other).target_shape == other.shape[1:]
     for bad_images, bad_targets in [
         (images.astype(np.int32), targets),
         (images.astype(np.float32)[:, 0, 0, 0], targets),
@@ -70,7 +72,8 @@ def test_array_dataset_refuses_other_arrays():
         (images[:0], targets[:0]),
         (images, targets[:2]),
         (images, targets.astype(np.int32)),
-        (images, targets[:, None]),
+        (images, targets[:, None][:, :0]),
+        (images, targets[None]),
     ]:
         with pytest.raises(ValueError, match="not"):
             ArrayDataset(bad_images, bad_targets)
