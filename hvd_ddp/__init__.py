@@ -4,15 +4,17 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Backend", "Communication", "HvdDDPError", "TrainConfig", "Trainer", "connect"]
+__all__ = ["Backend", "Communication", "HvdDDPError", "Task", "TrainConfig", "Trainer", "connect", "own_data"]
 
 _WHERE = {
     "Backend": "hvd_ddp.backends.base",
     "Communication": "hvd_ddp.config",
     "HvdDDPError": "hvd_ddp.errors",
+    "Task": "hvd_ddp.tasks",
     "TrainConfig": "hvd_ddp.config",
     "Trainer": "hvd_ddp.trainer",
     "connect": "hvd_ddp.backends",
+    "own_data": "hvd_ddp.data.own",
 }
 
 

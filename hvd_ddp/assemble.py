@@ -7,15 +7,18 @@ from typing import Any
 
 from torch import nn
 
-from hvd_ddp import checkpoint, models
+from hvd_ddp import checkpoint, models, tasks
 from hvd_ddp.backends.base import Backend
 from hvd_ddp.config import PLAIN, Communication, TrainConfig
 from hvd_ddp.data import datasets
-from hvd_ddp.data.arrays import Data, is_float
+from hvd_ddp.data.arrays import Data, has_classes, is_pixels
+from hvd_ddp.data.loader import blank
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.outside import open_regular
+from hvd_ddp.precision import Precision
 from hvd_ddp.resume import has_checkpoints
 from hvd_ddp.seeding import seed_all
+from hvd_ddp.tasks import Checked, Classification, Task
 
 
 def load_data(name: str, data_dir: Path | None, backend: Backend, *, stage: Path | None = None) -> Data:
@@ -72,6 +75,31 @@ def fit_weights(model: nn.Module, state: dict[str, Any], origin: str) -> None:
         raise HvdDDPError(f"The weights in `{origin}` do not fit the model: {said[:300]}") from error
 
 
+def load_task(config: TrainConfig, data: Data, backend: Backend, task: Task | None = None) -> Checked:
+    """The task that is given, or else that of the configuration. Raises HvdDDPError where it can't be had, or where
+    the built-in one meets targets that are no classes.
+    """
+
+    def load() -> Checked:
+        chosen = Checked(task or tasks.build(config.task, config.label_smoothing))
+        if type(chosen.task) is Classification and not has_classes(data.train):
+            raise HvdDDPError(
+                f"--data `{data.name}` has targets of the type {data.train.target_dtype} and the shape "
+                f"`{data.train.target_shape}` a sample, and classification wants one class. Return whole numbers, or "
+                "give a --task of your own."
+            )
+        return chosen
+
+    return backend.together(load)
+
+
+def try_out(task: Checked, model: nn.Module, data: Data, precision: Precision, backend: Backend) -> None:
+    """Let a task of the user's own show its answers for two samples of zeros, before anything starts."""
+    batch = blank(data.train, 2, device=backend.device, dtype=precision.dtype)
+    with backend.meeting.pulse.long_work("trying the task"), precision.autocast():
+        backend.together(lambda: task.try_out(model, batch))
+
+
 def check(config: TrainConfig, data: Data, world_size: int, communication: Communication = PLAIN) -> None:
     """Raise HvdDDPError for options that do not fit the data, the number of ranks or what the backend was told."""
     if config.communication != communication:
@@ -79,10 +107,15 @@ def check(config: TrainConfig, data: Data, world_size: int, communication: Commu
             f"The options say `{config.communication.given()}` of communication, the backend was connected with "
             f"`{communication.given()}`. Use connect(communication=config.communication)."
         )
-    if config.augment != "none" and is_float(data.train.dtype):
+    if config.augment != "none" and not is_pixels(data.train.dtype):
         raise HvdDDPError(
             f"--augment is `{config.augment}`, but the samples of {data.name} are `{data.train.dtype}`: only "
             "uint8 images can be cropped and flipped. Use --augment none."
+        )
+    if config.augment != "none" and not has_classes(data.train):
+        raise HvdDDPError(
+            f"--augment is `{config.augment}`, but the targets of {data.name} are no classes: images would be cropped "
+            "and flipped, and targets not. Use --augment none, and change both in the data set."
         )
     num_samples = data.num_train
     if num_samples is None and (config.max_steps is None or config.schedule == "step"):

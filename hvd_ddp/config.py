@@ -81,6 +81,9 @@ class TrainConfig:
     model: str = "convnet"
     """convnet; resnet18 (its form for 32x32 where images have up to 64 pixels a side); any classification model of
     torchvision by name; or module:factory with factory(num_classes) -> nn.Module."""
+    task: str = "classification"
+    """classification; or module:Task, of which Task() has losses(model, batch) -> one a sample and
+    evaluate(model, batch) -> sums over the batch, loss among them."""
     sync_bn: bool = False
     """BatchNorm over the samples of all ranks, not of each: for few samples a rank."""
     ema: float | None = None
@@ -131,7 +134,7 @@ class TrainConfig:
     clip_norm: float | None = None
     """Largest 2-norm of the whole gradient."""
     label_smoothing: float = 0.0
-    """Share of the target spread over all classes, 0 to 1."""
+    """Share of the target spread over all classes, 0 to 1; of classification."""
 
     # numbers
     precision: Precision = "fp32"
@@ -224,6 +227,8 @@ class TrainConfig:
             raise ValueError(f"--ema is `{self.ema}`. Give a number between 0 and 1, such as 0.999.")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"--label-smoothing is `{self.label_smoothing}`. Give a number from 0 to below 1.")
+        if self.label_smoothing and self.task != "classification":
+            raise ValueError(f"--label-smoothing is of classification, and --task is `{self.task}`. Leave it out.")
         for name, lowest, limit in (("bucket_mb", 1e-6, 1 << 20), ("fusion_mb", 0, 1 << 20), ("cycle_ms", 0.01, 1000)):
             value = getattr(self, name)
             if value is not None and not lowest <= value <= limit:

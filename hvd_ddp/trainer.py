@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from hvd_ddp import checkpoint
-from hvd_ddp.assemble import check
+from hvd_ddp.assemble import check, load_task, try_out
 from hvd_ddp.backends.base import Backend, average_buffers
 from hvd_ddp.config import TrainConfig
 from hvd_ddp.data.arrays import Data
@@ -33,7 +33,7 @@ from hvd_ddp.replicas import check_replicas
 from hvd_ddp.run import Run
 from hvd_ddp.seeding import seed_step
 from hvd_ddp.snapshot import refuse_foreign
-from hvd_ddp.tasks import Classification, Task
+from hvd_ddp.tasks import Task
 
 
 class Trainer:
@@ -57,7 +57,7 @@ class Trainer:
         check(config, data, backend.launch.world_size, backend.communication)
         self.config, self.data, self.backend = config, data, backend
         self.pulse, self.stop = backend.meeting.pulse, backend.meeting.stop
-        self.task = task or Classification(config.label_smoothing)
+        self.task = load_task(config, data, backend, task)
         self.precision = Precision(config.precision, backend.device)
         model = backend.sync_batchnorm(model) if config.sync_bn else model
         self.model = move(model, backend.device, self.precision.dtype, channels_last=config.channels_last)
@@ -99,6 +99,7 @@ class Trainer:
             if run.start.checkpoint is not None:
                 self._resume(run, run.start.checkpoint)  # before anything is written: it may not fit
             refuse_foreign(self.state_dict())
+            try_out(self.task, self.model, self.data, self.precision, self.backend)
             run.open()
             if run.start.checkpoint is not None:
                 where = self.place.epoch + self.place.ended

@@ -120,7 +120,7 @@ from hvd_ddp.tasks import Classification
 class TwoMinds(Classification):
     def evaluate(self, model, batch):
         seen = [[.1, .2, .3, .4, .5, .6, .7], [.9, .85, .8, .65, .4, .1, 0]][backend.launch.rank]
-        return {"accuracy": torch.tensor(batch.num_samples * seen[trainer.step // 23 - 1])}
+        return {"loss": torch.zeros(()), "accuracy": torch.tensor(batch.num_samples * seen[trainer.step // 23 - 1])}
 
 backend = connect(sys.argv[1], threads=1, device="cpu")
 with ends_together(backend.meeting, timeout=60), backend:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hvd_ddp.assemble import try_out
 from hvd_ddp.banner import banner
 from hvd_ddp.run import Run
 
@@ -34,6 +35,7 @@ def dry_run(trainer: Trainer) -> None:
             run.console.line(line)
         with trainer.pulse.long_work("starting loader workers"):
             trainer.feed.start()
+        try_out(trainer.task, trainer.model, trainer.data, trainer.precision, backend)
         start = f"go on from {run.start.checkpoint}" if run.start.checkpoint else "begin at step 0"
         slowest = max(backend.all_gather_object(_timed(trainer)))
         memory, gpu = (max(sizes) for sizes in zip(*backend.all_gather_object(_memory(backend.device)), strict=True))

@@ -28,9 +28,8 @@ def run(arguments: list[str]) -> int:
 def _evaluate(options: Options, backend: Backend) -> None:
     from hvd_ddp.banner import figures
     from hvd_ddp.evaluation import evaluate
-    from hvd_ddp.tasks import Classification
 
     with trained(options, backend) as it:
-        results = evaluate(it.model, it.feed, task=Classification(), precision=it.numbers, backend=backend)
+        results = evaluate(it.model, it.feed, task=it.task, precision=it.numbers, backend=backend)
     if backend.is_main:
         print(json.dumps(results) if options.json else f"{options.checkpoint}: {figures(results)}", flush=True)

@@ -6,7 +6,7 @@ import csv
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvd_ddp.commands.trained import Choice, Trained, on_ranks, trained
 from hvd_ddp.errors import HvdDDPError
@@ -14,13 +14,12 @@ from hvd_ddp.errors import HvdDDPError
 if TYPE_CHECKING:
     from hvd_ddp.backends.base import Backend
 
-COLUMNS = ("sample", "target", "prediction", "probability")
-
 
 @dataclass(frozen=True)
 class Options(Choice):
     """Write what a checkpoint says of the evaluation part of a data set: a line a sample, each once, in its order,
-    whatever the number of ranks. Columns: the sample's number, its class, the predicted class, and its probability.
+    whatever the number of ranks. Columns: the sample's number, its class, the predicted class, and its probability; of
+    a --task of your own what its predict(model, batch) returns, or else the loss.
     """
 
     output: Path = Path("predictions.csv")
@@ -40,13 +39,14 @@ def _predict(options: Options, backend: Backend) -> None:
     with trained(options, backend, skip_bad=False) as it:  # a sample that is left out would shift all numbers
         mine = backend.together(lambda: _lines(it, backend))
     parts = [backend.broadcast_bytes(mine, src) for src in range(backend.launch.world_size)]
-    rows = [row for part in parts for row in csv.reader(io.StringIO(part.decode()))]
+    lines = [list(csv.reader(io.StringIO(part.decode()))) for part in parts if part]  # a rank may have had no sample
+    columns, rows = lines[0][0], [row for part in lines for row in part[1:]]
 
     def write() -> None:
         _refuse(output)
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(COLUMNS)
+        writer.writerow(["sample", *columns])
         writer.writerows([number, *row] for number, row in enumerate(rows))
         try:
             replace_file(output, text.getvalue().encode())
@@ -55,8 +55,11 @@ def _predict(options: Options, backend: Backend) -> None:
 
     backend.on_main(write)
     if backend.is_main:
-        right = sum(target == prediction for target, prediction, _ in rows)
-        print(f"{output}: {len(rows)} samples, {right} as their target says", flush=True)
+        told = ""
+        if {"target", "prediction"} <= set(columns):
+            pair = columns.index("target"), columns.index("prediction")
+            told = f", {sum(row[pair[0]] == row[pair[1]] for row in rows)} as their target says"
+        print(f"{output}: {len(rows)} samples{told}", flush=True)
 
 
 def _refuse(output: Path) -> None:
@@ -68,7 +71,10 @@ def _refuse(output: Path) -> None:
 
 
 def _lines(it: Trained, backend: Backend) -> bytes:
-    """This rank's lines without their numbers: its share of the set is one piece of it, in order."""
+    """The names of the columns and this rank's lines, without numbers: its share is one piece of the set, in order.
+
+    Empty where it has no sample.
+    """
     import torch
 
     from hvd_ddp.data.items import Stream
@@ -82,14 +88,14 @@ def _lines(it: Trained, backend: Backend) -> bytes:
         for batch in it.feed.evaluation_batches():
             backend.meeting.pulse.at("predicting")
             with it.numbers.autocast():
-                outputs = it.model(batch.inputs)
-            if outputs.ndim != 2:
-                raise HvdDDPError(
-                    f"The model gives `{tuple(outputs.shape)}` for {len(batch.targets)} samples, not a number for each "
-                    "class: predict is for classification."
-                )
-            probabilities, classes = outputs.double().softmax(1).max(1)
-            for row in zip(batch.targets.tolist(), classes.tolist(), probabilities.tolist(), strict=True):
-                writer.writerow([row[0], row[1], f"{row[2]:.6f}"])
+                columns = it.task.predict(it.model, batch)
+            if not text.tell():
+                writer.writerow(columns)
+            values = [column if isinstance(column, list) else column.tolist() for column in columns.values()]
+            writer.writerows([_cell(value) for value in row] for row in zip(*values, strict=True))
     backend.meeting.pulse.at("meeting the others")
     return text.getvalue().encode()
+
+
+def _cell(value: Any) -> Any:
+    return f"{value:.6f}" if isinstance(value, float) else value

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from hvd_ddp.data.arrays import Data
     from hvd_ddp.data.feed import Feed
     from hvd_ddp.precision import Precision as Numbers
+    from hvd_ddp.tasks import Checked
 
 T = TypeVar("T", bound="Choice")
-NEEDED = ("data", "data_dir", "model", "precision", "seed", "skip_bad", "workers")  # of the training's options
+NEEDED = ("data", "data_dir", "model", "task", "precision", "seed", "skip_bad", "workers")  # of the training's options
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Choice:
     """Folder of the data set's files. None: as in training."""
     model: str | None = None
     """Model. None: the one that was trained."""
+    task: str | None = None
+    """Loss and figures. None: those of the training."""
     precision: Precision | None = None
     """Numbers to compute in. None: as in training."""
     backend: BackendName = TrainConfig.backend
@@ -84,9 +87,10 @@ def on_ranks(name: str, kind: type[T], arguments: Sequence[str], work: Callable[
 
 @dataclass(frozen=True)
 class Trained:
-    """The model with its weights, the data and what feeds it, and the numbers to compute in."""
+    """The model with its weights, the data and what feeds it, what is asked of them, and the numbers to compute in."""
 
     model: nn.Module
+    task: Checked
     data: Data
     feed: Feed
     numbers: Numbers
@@ -105,6 +109,7 @@ def trained(options: Choice, backend: Backend, **changes: Any) -> Iterator[Train
     data = assemble.load_data(config.data, config.data_dir, backend)
     model = assemble.load_model(config, data, backend)
     assemble.fit_weights(model, state, origin)
+    task = assemble.load_task(config, data, backend)
     numbers = Numbers(config.precision, backend.device)
     model.to(backend.device, numbers.dtype)
     launch = backend.launch
@@ -114,7 +119,7 @@ def trained(options: Choice, backend: Backend, **changes: Any) -> Iterator[Train
     ) as batches:
         with backend.meeting.pulse.long_work("starting loader workers"):
             batches.start()
-        yield Trained(model, data, batches, numbers)
+        yield Trained(model, task, data, batches, numbers)
 
 
 def read(options: Choice) -> bytes:
@@ -147,10 +152,10 @@ def _config(options: Choice, state: dict[str, Any], origin: str) -> TrainConfig:
     if not is_config(state.get("config")):
         raise HvdDDPError(f"`{origin}` is no checkpoint of a run: it has no configuration. Give one that train wrote.")
     values = {name: state["config"][name] for name in NEEDED if name in state["config"]}
-    for name in ("data", "data_dir", "model", "precision"):
+    for name in ("data", "data_dir", "model", "task", "precision"):
         if getattr(options, name) is not None:
             values[name] = getattr(options, name)
-        elif name in ("data", "model"):
+        elif name in ("data", "model", "task"):
             _refuse_code(name, values.get(name), origin)
     try:
         return TrainConfig.from_dict(values)
