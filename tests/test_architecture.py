@@ -37,7 +37,7 @@ LAYERS = [
     {"resume"},
     {"run", "assemble"},
     {"trainer", "doctor"},
-    {"commands"},
+    {"commands", "examples"},
     {"main"},
 ]
 HEAVY = {"torch", "torchvision", "horovod", "mpi4py", "ray", "matplotlib", "numpy", "numba"}
@@ -95,7 +95,9 @@ def test_backends_know_no_trainer_and_no_data() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_late_imports_are_late(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imports(path, top_level=True)} & LATE
+    """But in a script that is not ours."""
+    if path.name != "horovod_before.py":
+        assert not {name.split(".")[0] for name in imports(path, top_level=True)} & LATE
 
 
 def test_the_environment_is_touched_in_one_place() -> None:

@@ -1,0 +1,1 @@
+"""Programs to copy. Each says at its top how it is started."""
