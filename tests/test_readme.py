@@ -35,7 +35,7 @@ def test_the_default_training_under_real_horovod(tmp_path: Path) -> None:
     assert re.search(r"finished: 276 steps in .* accuracy 0\.9\d+, loss 0\.\d+; runs/", last)
 
 
-@pytest.mark.parametrize("word", ["runs/first", "options.yaml", "data prepare", "runs/watched"])
+@pytest.mark.parametrize("word", ["runs/first", "options.yaml", "data prepare", "runs/watched", "runs/mine"])
 def test_commands(word: str, tmp_path: Path) -> None:
     shell = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment()['PATH']}"}
     for line in block(word):
