@@ -42,6 +42,8 @@ def load_data(name: str, data_dir: Path | None, backend: Backend, *, stage: Path
 
 def load_model(config: TrainConfig, data: Data, backend: Backend) -> nn.Module:
     """The model with its first weights: from --seed, or from --init where no checkpoint will replace them."""
+    if config.task == tasks.CLASSIFICATION:
+        want_classes(data)  # before a model is asked for as many outputs as there are classes
     seed_all(config.seed, backend.device)
     model = backend.together(lambda: models.build(config.model, data.num_classes, data.image_shape))
     if config.init is not None and not backend.on_main(lambda: has_checkpoints(config, backend.launch)):
@@ -82,15 +84,21 @@ def load_task(config: TrainConfig, data: Data, backend: Backend, task: Task | No
 
     def load() -> Checked:
         chosen = Checked(task or tasks.build(config.task, config.label_smoothing))
-        if type(chosen.task) is Classification and not has_classes(data.train):
-            raise HvdDDPError(
-                f"--data `{data.name}` has targets of the type {data.train.target_dtype} and the shape "
-                f"`{data.train.target_shape}` a sample, and classification wants one class. Return whole numbers, or "
-                "give a --task of your own."
-            )
+        if type(chosen.task) is Classification:
+            want_classes(data)
         return chosen
 
     return backend.together(load)
+
+
+def want_classes(data: Data) -> None:
+    """Raise HvdDDPError for targets with which the built-in task can do nothing."""
+    if not has_classes(data.train):
+        raise HvdDDPError(
+            f"--data `{data.name}` has targets of the type {data.train.target_dtype} and the shape "
+            f"`{data.train.target_shape}` a sample, and classification wants one class. Return whole numbers, or give "
+            "a --task of your own."
+        )
 
 
 def try_out(task: Checked, model: nn.Module, data: Data, precision: Precision, backend: Backend) -> None:
