@@ -161,13 +161,14 @@ def test_a_checkpoint_runs_no_code_that_is_not_the_users(tmp_path: Path, monkeyp
     assert models.is_own_code("my_models_:Net")
 
 
-def test_evaluate_refuses_code_of_a_checkpoint_unless_it_is_asked_for(cli: Cli) -> None:
-    config = states.valid()["config"] | {"data": "os:system", "data_dir": "touch pwned"}
+@pytest.mark.parametrize("option", ["data", "model", "task"])
+def test_evaluate_refuses_code_of_a_checkpoint_unless_it_is_asked_for(option: str, cli: Cli) -> None:
+    config = states.valid()["config"] | {option: "os:system", "data_dir": "touch pwned"}
     path = states.store(Path("."), states.as_file({**states.valid(), "config": config}))
     result = cli("evaluate", str(path))
     assert result.code == 2
-    assert "names `os:system` as its data" in result.err
-    assert "--data os:system" in result.err
+    assert f"names `os:system` as its {option}" in result.err
+    assert f"--{option} os:system" in result.err
     assert not Path("pwned").exists()
 
 
