@@ -1,6 +1,8 @@
 """The programs in hvd_ddp/examples, on two ranks as a person starts them; scripts before and after are one training."""
 
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from hvd_ddp.examples import own_loop
 FOLDER = ROOT / "hvd_ddp/examples"
 PAIRS = {"horovod": "horovodrun", "ddp": "torchrun"}
 ALONE = ["own_model_and_data", "own_loop", "own_task"]
+LOSSES = re.compile(r"epoch \d: loss (\S+)")
 DOUBLE = """
 import runpy, sys, torch
 torch.set_default_dtype(torch.float64)
@@ -46,20 +49,42 @@ def test_each_has_a_test_and_says_how_it_is_started() -> None:
         assert len(text.splitlines()) < 80, name
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_before_and_after_end_with_the_same_weights(name: str, tmp_path: Path) -> None:
-    """Under the launcher that it came from, and under the other's."""
-    own, (other,) = PAIRS[name], [launcher for launcher in PAIRS.values() if launcher != PAIRS[name]]
-    before = start(own, 2, f"{name}_before", tmp_path / "before")
-    wanted = torch.load(tmp_path / "before/model.pt", weights_only=True)
-    losses = re.findall(r"epoch \d: loss (\S+)", before.out)
-    assert len(losses) == 3 and float(losses[-1]) < 0.5 * float(losses[0]), "it learns"
-    for launcher in (own, other):
-        after = start(launcher, 2, f"{name}_after", tmp_path / launcher)
-        mine = torch.load(tmp_path / launcher / "model.pt", weights_only=True)
-        assert all(value.dtype == torch.float64 for value in mine.values())
-        assert distance(mine, wanted) <= 1e-12
-        assert re.findall(r"epoch \d: loss (\S+)", after.out) == losses
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, torch.Tensor], list[str]]]:
+    """The weights and losses of the script before, under the launcher that it needs; run once."""
+
+    @functools.cache
+    def weights_and_losses(name: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+        folder = tmp_path_factory.mktemp(name)
+        losses = LOSSES.findall(start(PAIRS[name], 2, f"{name}_before", folder).out)
+        assert len(losses) == 3 and float(losses[-1]) < 0.5 * float(losses[0]), "it learns"
+        return torch.load(folder / "model.pt", weights_only=True), losses
+
+    return weights_and_losses
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [
+        ("horovod", "torchrun"),
+        ("ddp", "horovodrun"),
+        pytest.param("horovod", "horovodrun", marks=pytest.mark.full),
+        pytest.param("ddp", "torchrun", marks=pytest.mark.full),
+    ],
+)
+def test_before_and_after_end_with_the_same_weights(
+    name: str,
+    launcher: str,
+    before: Callable[[str], tuple[dict[str, torch.Tensor], list[str]]],
+    tmp_path: Path,
+) -> None:
+    """Under the other backend than before, which is more; the same one under full."""
+    wanted, losses = before(name)
+    after = start(launcher, 2, f"{name}_after", tmp_path)
+    mine = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert all(value.dtype == torch.float64 for value in mine.values())
+    assert distance(mine, wanted) <= 1e-12
+    assert LOSSES.findall(after.out) == losses
 
 
 def test_own_model_and_data(tmp_path: Path) -> None:

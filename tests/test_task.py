@@ -52,21 +52,22 @@ def test_masks_are_learned(squares: Path) -> None:
     assert newest(squares)["config"]["task"] == "own_tasks:Segmentation"
 
 
-def test_evaluate_and_predict_ask_the_task_of_the_training(squares: Path, tmp_path: Path) -> None:
-    options = ["--data", "own_tasks:masks_one_by_one", "--threads", "1"]
-    result = hvd_ddp("evaluate", 1, tmp_path, str(squares), "--json", *options)
+def test_evaluate_and_predict_ask_the_task_of_the_training(
+    squares: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    options = [str(squares), "--data", "own_tasks:masks_one_by_one", "--threads", "1"]
+    wanted, result = summary(squares), cli("evaluate", "--json", *options)
     assert result.code == 0, result.text[-3000:]
-    wanted, found = summary(squares), json.loads(result.out)
+    found = json.loads(result.out)
     assert found["num_samples"] == 31 and found["pixels"] == wanted["pixels"]
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
-    result = hvd_ddp("predict", 2, tmp_path, str(squares), *options)
+    result = hvd_ddp("predict", 2, tmp_path, *options)
     assert result.code == 0 and "predictions.csv: 31 samples\n" in result.out, result.text[-3000:]
     header, *lines = csv.reader((tmp_path / "predictions.csv").read_text().splitlines())
     assert header == ["sample", "loss"] and [int(line[0]) for line in lines] == list(range(31))
     assert sum(float(line[1]) for line in lines) / 31 == pytest.approx(wanted["loss"], rel=1e-4)
-    result = hvd_ddp(
-        "predict", 1, tmp_path, str(squares), "--task", "own_tasks:WithPredict", "--output", "o.csv", *options
-    )
+    result = cli("predict", *options, "--task", "own_tasks:WithPredict", "--output", str(tmp_path / "o.csv"))
     assert result.code == 0, result.text[-3000:]
     header, *lines = csv.reader((tmp_path / "o.csv").read_text().splitlines())
     assert header == ["sample", "name", "sum"] and {line[1] for line in lines} == {"sample of 9"}
