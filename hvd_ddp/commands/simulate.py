@@ -74,7 +74,7 @@ class Options(TrainConfig):
 def run(arguments: list[str]) -> int:
     """`python -m hvd_ddp scaling --simulate`."""
     outside("scaling")
-    options = parse_as(Options, arguments, prog="python -m hvd_ddp scaling --simulate", description=DESCRIPTION)
+    options = parse_as(Options, arguments, "scaling --simulate", description=DESCRIPTION)
     files = {kind: options.output.with_name(f"{options.output.name}.{kind}") for kind in ("csv", "png", "svg", "json")}
     refuse_other_csv(files["csv"], COLUMNS)
     for kind in ("png", "svg"):
