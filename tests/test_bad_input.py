@@ -810,7 +810,7 @@ def test_a_recipe(name: str, cli: Cli, tmp_path: Path) -> None:
 
 
 def test_a_command_that_is_none(cli: Cli) -> None:
-    commands = "train, evaluate, predict, data, bench, plot, doctor, parity, scaling, submit, completion, "
+    commands = "train, evaluate, predict, data, bench, plot, doctor, parity, scaling, submit, launch, completion, "
     refused(cli("trian"), "`trian`", commands, "Did you mean train?")
     refused(cli("3"), "`3`", commands)
 

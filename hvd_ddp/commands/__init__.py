@@ -11,6 +11,7 @@ COMMANDS = {
     "parity": "hvd_ddp.commands.parity",
     "scaling": "hvd_ddp.commands.scaling",
     "submit": "hvd_ddp.commands.submit",
+    "launch": "hvd_ddp.commands.launch",
     "completion": "hvd_ddp.commands.completion",
     "install-horovod": "hvd_ddp.commands.install_horovod",
 }

@@ -38,8 +38,8 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 DESCRIPTION = """Train a model on one rank or thousands, under DDP or Horovod.
 
-Other commands: submit, doctor, evaluate, predict, plot, parity, scaling, data, bench, completion, install-horovod (each
-with --help)."""
+Other commands: submit, launch, doctor, evaluate, predict, plot, parity, scaling, data, bench, completion,
+install-horovod (each with --help)."""
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ def channel_for(launch: Launch, directory: Path) -> Channel:
         return TorchrunChannel(launch)
     if launch.horovodrun_store:
         return HorovodrunChannel(launch)
+    if launch.ray_folder:
+        return FileChannel(Path(launch.ray_folder), "card")  # ray_holder.CARD
     return FileChannel(directory, launch.job)
 
 

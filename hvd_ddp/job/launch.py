@@ -38,10 +38,13 @@ class Launcher:
 
 # Most specific first. Rank and size never come from two rows: a row applies whole or not at all.
 # torchrun: docs.pytorch.org/docs/stable/elastic/run.html. Open MPI: docs.open-mpi.org, "Environment variables set for
-# MPI applications" (its NODE_RANK is a rank on the node). PALS, jsrun, Flux: from their documentation, not run here.
+# MPI applications" (its NODE_RANK is a rank on the node). Ray numbers no ranks: job/ray_ranks.py does. PALS, jsrun,
+# Flux: from their documentation, not run here.
 LAUNCHERS: tuple[Launcher, ...] = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
              job="TORCHELASTIC_RUN_ID", also="TORCHELASTIC_RUN_ID"),
+    Launcher("ray", "HVD_DDP_RAY_RANK", "HVD_DDP_RAY_SIZE", "HVD_DDP_RAY_LOCAL_RANK", "HVD_DDP_RAY_LOCAL_SIZE",
+             job="HVD_DDP_RAY_JOB", also="HVD_DDP_RAY_FOLDER"),
     Launcher("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE",
              job="HOROVOD_GLOO_RENDEZVOUS_PORT", also="HOROVOD_GLOO_RENDEZVOUS_ADDR"),
     Launcher("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -78,6 +81,7 @@ class Launch:
     cores: int = 1  # of this node, or of this job's part of it
     torchrun_store: tuple[str, int, bool] | None = None  # address, port, whether the agent serves it
     horovodrun_store: tuple[str, int] | None = None
+    ray_folder: str | None = None  # of this rank alone: its actor takes rank 0's card from there, or brings it
     interfaces: tuple[str, str] | None = None  # the variable in which the user names interfaces, and its value
     seen: str = "no launcher"  # for the banner: what was seen
 
@@ -122,6 +126,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
         job=_job(env, row, find(env), one_node=local_world_size == world_size),
         torchrun_store=_torchrun_store(env) if row.name == "torchrun" else None,
         horovodrun_store=_horovodrun_store(env) if row.name == "horovodrun" else None,
+        ray_folder=env["HVD_DDP_RAY_FOLDER"] if row.name == "ray" else None,
         seen=f"{row.rank}={rank} {row.world_size}={world_size}" + (" and horovodrun's mark" if _marked(env) else ""),
         interfaces=_interfaces(env),
         **facts(env),  # type: ignore[arg-type]
@@ -285,7 +290,8 @@ def _refuse_several_worlds(
             alone = env.get("GROUP_WORLD_SIZE") == "1"
         else:
             same = all(env[a] == env[b] for a, b in ((row.rank, other.rank), (row.world_size, other.world_size)))
-            alone = inside_one_node and not (same and row.name in other.same)
+            one_job = row.name == "ray" or (same and row.name in other.same)  # Ray's own daemons are those tasks
+            alone = inside_one_node and not one_job
         if tasks > 1 and alone:
             raise HvdDDPError(
                 f"{other.name} started `{tasks}` tasks ({other.world_size}), and {row.name} inside each of them forms "

@@ -30,6 +30,7 @@ NORMAL: dict[str, tuple[str, str, list[tuple[int, int | None]]]] = {
     "torchrun-again": ("torchrun", "ddp", [(0, 2), (1, 2)]),
     "torchrun-2-nodes": ("torchrun", "ddp", [(0, 1), (0, 1)]),
     "nproc": ("torchrun", "ddp", [(0, 2), (1, 2)]),
+    "ray": ("ray", "ddp", [(0, 2), (1, 2)]),
     "openmpi": ("openmpi", "ddp", [(0, 2), (1, 2)]),
     "openmpi-again": ("openmpi", "ddp", [(0, 2), (1, 2)]),
     "hydra": ("hydra", "ddp", [(0, 2), (1, 2)]),
@@ -179,6 +180,15 @@ def test_the_inner_launcher_counts_also_inside_horovodrun() -> None:
     assert auto(detect(one("torchrun", **marks)))[0] == "ddp"
     assert auto(detect(one("srun", **marks)))[0] == "ddp"
     assert auto(detect(one("hydra", **marks)))[0] == "horovod"
+
+
+def test_ray_that_srun_started_is_one_job() -> None:
+    """A daemon a node, each of which hands the variables of its task to the ranks on it."""
+    for node, daemon in enumerate(load("srun-2-1")[1:]):
+        for rank in range(2):
+            launch = detect({**daemon, **one("ray", rank)})
+            assert (launch.launcher, launch.rank, launch.world_size) == ("ray", rank, 2), node
+            assert launch.ray_folder == f"/scratch/hvd_ddp-{rank}"
 
 
 def test_the_mark_alone_is_no_launcher() -> None:
