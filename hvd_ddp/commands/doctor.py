@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import sys
 import time
@@ -104,6 +106,7 @@ def _lead(options: Options, patient: Patient, gathering: Gathering, answers: Ans
         checks = [check for check in checks if check in problem or check.name != "launcher"]
     if not options.json:  # what follows may make the launcher end the job
         show(checks, hosts, plain=_plain(patient.launch))
+    signal.signal(signal.SIGTERM, lambda *_: _cut_short(options, patient, checks, hosts))
     in_the_way = dict.fromkeys(check.name for check in checks if check.status == "failure" and check.name in NEEDED)
     for check in all_reduce(gathering, patient, answers, reports, in_the_way=list(in_the_way)):
         checks.append(check)
@@ -113,6 +116,17 @@ def _lead(options: Options, patient: Patient, gathering: Gathering, answers: Ans
     code = FAILED if worst(checks) == "failure" else FINISHED
     gathering.end(code)
     return code
+
+
+def _cut_short(options: Options, patient: Patient, checks: list[Check], hosts: list[str]) -> None:
+    """Say all on rank 0 when the launcher ends the job, as it does where a library aborts a rank."""
+    what = patient.facts.get("trying", "all_reduce")
+    detail = "the launcher ended the job while this was tried: a library aborted a rank, or somebody sent TERM"
+    check = failure(what, detail, "See the lines of MPI, and this backend alone with --max-steps 2.")
+    if not options.json:
+        show([check], hosts, plain=True)
+    print(to_json([*checks, check]) if options.json else summary([*checks, check], hosts), flush=True)
+    os._exit(FAILED)
 
 
 def _alone(options: Options, patient: Patient, problem: list[Check]) -> int:

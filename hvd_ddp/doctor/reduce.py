@@ -70,6 +70,7 @@ def all_reduce(
     for name in BACKENDS:
         if name == "local" or not all(name in report.facts.get("backends", []) for report in reports.values()):
             continue
+        patient.facts["trying"] = f"all_reduce {name}"
         told = gathering.ask("reduce", name, list(reports), answers, 3 * patient.seconds)
         yield _judge(name, {rank: told.get(rank, {"error": "no answer"}) for rank in reports})
 

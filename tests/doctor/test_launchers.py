@@ -41,12 +41,26 @@ def test_all_is_well(launcher: str, transport: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def stand_in(folder: Path, built: str, init: str) -> Path:
+    """A Horovod with one of its parts, in a folder to be put on PYTHONPATH."""
+    package = folder / "horovod"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("__version__ = '0.28.1'\n")
+    parts = "".join(f"def {name}_built():\n    return {name == built}\n" for name in ("mpi", "gloo", "nccl"))
+    (package / "torch.py").write_text(f"{parts}def init():\n    {init}\n")
+    return folder
+
+
 def test_ranks_in_each_others_way(tmp_path: Path) -> None:
-    """On one core, with all threads, and the second without torch: for a person this time."""
+    """On one core, with all threads, a Horovod without MPI, and the second without torch: for a person this time."""
     broken = tmp_path / "broken/torch"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
-    script = '[ "$OMPI_COMM_WORLD_RANK" = 1 ] && export PYTHONPATH=broken:$PYTHONPATH\nunset OMP_NUM_THREADS\nexec "$@"'
+    gloo = stand_in(tmp_path / "gloo", "gloo", "raise AssertionError")
+    script = (
+        f"export PYTHONPATH={gloo}:$PYTHONPATH\n"
+        '[ "$OMPI_COMM_WORLD_RANK" = 1 ] && export PYTHONPATH=broken:$PYTHONPATH\nunset OMP_NUM_THREADS\nexec "$@"'
+    )
     program = ["bash", "-c", script, "task", sys.executable, "-m", "hvd_ddp", "doctor", "--timeout", "90"]
     mpirun = ["taskset", "--cpu-list", "0", "mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", *program]
     result = run(mpirun, cwd=tmp_path, timeout=150, **QUIET)
@@ -54,6 +68,8 @@ def test_ranks_in_each_others_way(tmp_path: Path) -> None:
     said = " ".join(result.out.split())
     assert "failure torch `import torch` fails" in said and "libcudart.so.13: cannot open shared object file" in said
     assert "[rank 1]" in said
+    assert "started by openmpi, but without MPI: it goes over Gloo, which is slower [rank 0]" in said
+    assert "--rebuild where mpicxx of Open MPI is on PATH" in said
     assert "failure versions" not in said, "the installed versions are the same"
     assert "2 ranks of" in said and "have 1 core(s)" in said
     assert "OMP_NUM_THREADS is unset: 2 rank(s)" in said
@@ -61,4 +77,27 @@ def test_ranks_in_each_others_way(tmp_path: Path) -> None:
     assert "-> Mend the failures first." in said
     assert said.count("Traceback") == 0
     assert "\x1b" not in result.out
+    assert_none_left(str(tmp_path))
+
+
+@pytest.mark.parametrize("json_wanted", [True, pytest.param(False, marks=pytest.mark.full)], ids=["program", "person"])
+def test_mpi_ends_the_job_in_the_last_check(json_wanted: bool, tmp_path: Path) -> None:
+    """All that was found is said all the same, and what was tried then."""
+    aborts = stand_in(tmp_path / "aborts", "mpi", "from mpi4py import MPI; MPI.COMM_WORLD.Abort(7)")
+    script = f'export PYTHONPATH={aborts}:$PYTHONPATH\nexec "$@"'
+    doctor = [sys.executable, "-m", "hvd_ddp", "doctor", "--timeout", "60", *(["--json"] if json_wanted else [])]
+    result = run(
+        ["mpirun", "-np", "2", "--oversubscribe", "bash", "-c", script, "task", *doctor],
+        cwd=tmp_path, timeout=150, OMP_NUM_THREADS="1", **QUIET,
+    )  # fmt: skip
+    assert result.code != 0
+    if json_wanted:
+        checks = checks_of(result)
+        bad = [(check["name"], check["status"]) for check in checks if check["status"] != "ok"]
+        assert bad == [("all_reduce horovod", "failure")]
+        assert "the launcher ended the job while this was tried" in checks[-1]["detail"] and checks[-1]["remedy"]
+        assert {"ranks", "torch", "mpi", "all_reduce ddp"} <= {check["name"] for check in checks}
+    else:
+        assert "failure  all_reduce horovod  the launcher ended the job" in result.out
+        assert result.out.splitlines()[-1].endswith("ok, 1 failures"), result.out
     assert_none_left(str(tmp_path))

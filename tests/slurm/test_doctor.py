@@ -16,6 +16,7 @@ from two_nodes import cluster_for, nothing_left
 
 Checks = list[dict[str, Any]]
 DOCTOR = [sys.executable, "-m", "hvd_ddp", "doctor", "--json"]
+PLUGINS = "/usr/lib/x86_64-linux-gnu/slurm-wlm"
 ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
 
 # A minute ahead, for one process: the hosts of the cluster have one clock.
@@ -93,7 +94,7 @@ def test_a_sound_cluster(three: Cluster, tmp_path: Path) -> None:
 
 
 def test_faults_of_single_hosts_and_ranks(three: Cluster, tmp_path: Path) -> None:
-    """Six at once, each found and named."""
+    """Eight at once, each found and named."""
     (tmp_path / "clock.c").write_text(CLOCK)
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-o", "clock.so", "clock.c", "-ldl"], cwd=tmp_path, check=True, timeout=60
@@ -105,10 +106,13 @@ def test_faults_of_single_hosts_and_ranks(three: Cluster, tmp_path: Path) -> Non
         f"[ $SLURM_PROCID = 1 ] && export PYTHONPATH={tmp_path}/other_torch:$PYTHONPATH"
     )
     loopback = "cp /etc/hosts /tmp/hosts; echo '127.0.0.1 localhost\n127.0.1.1 node2' > /etc/hosts"
+    data = "mkdir /tmp/data; mount -t tmpfs tmpfs /tmp/data; touch /tmp/data/x; mount -o remount,ro /tmp/data"
+    no_pmix = f"cp -a {PLUGINS} /tmp/plugins; rm /tmp/plugins/mpi_pmix*; mount --bind /tmp/plugins {PLUGINS}"
     with (
         changed(three, "node2", loopback, "cat /tmp/hosts > /etc/hosts"),
         changed(three, "node3", "mount -o remount,size=8m /dev/shm", "mount -o remount,size=1g /dev/shm"),
-        changed(three, "node3", "mkdir /tmp/data; touch /tmp/data/x", "rm -r /tmp/data"),
+        changed(three, "node3", data, "umount /tmp/data; rmdir /tmp/data"),
+        changed(three, "node1", no_pmix, f"umount {PLUGINS}"),
     ):
         result, checks = doctor(three, tmp_path, "--data-dir", "/tmp/data", before=before)
     assert result.code == 1
@@ -120,6 +124,8 @@ def test_faults_of_single_hosts_and_ranks(three: Cluster, tmp_path: Path) -> Non
         ("/dev/shm", "warning", 2): "8 MiB free for 1 rank(s) of node3",
         ("data directory", "failure", 0): "/tmp/data can't be read: No such file or directory",
         ("data directory", "failure", 1): "/tmp/data can't be read: No such file or directory",
+        ("data directory", "warning", 2): "it may not be written, and nothing is packed",
+        ("srun types", "warning", 0): "no pmix, with which srun starts Open MPI",
         ("data directory", "failure", None): "holds not the same on node1, node2 and node3",
     }
     assert bad(checks) == set(wanted)
