@@ -14,10 +14,10 @@ from runs import QUIET, TEMPLATES, completed, edited, submit
 pytestmark = pytest.mark.timeout(300)
 full = pytest.mark.full
 
-EVERY = sorted(path.name for path in TEMPLATES.iterdir())
+DIRECTIVE = {".sbatch": "#SBATCH ", ".pbs": "#PBS ", ".lsf": "#BSUB "}
+EVERY = sorted(path.name for path in TEMPLATES.iterdir() if path.suffix in DIRECTIVE)
 SBATCH = [name for name in EVERY if name.endswith(".sbatch")]
 ON_HOSTS = [name for name in SBATCH if name != "container.sbatch"]  # those that need no image
-DIRECTIVE = {".sbatch": "#SBATCH ", ".pbs": "#PBS ", ".lsf": "#BSUB "}
 SIZES = r"(--nodes=|--ntasks=|--ntasks-per-node=|-N ?|-n ?|-np |--nproc-per-node=)(?!1\b)\d"  # one a node is no size
 
 
