@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -16,7 +18,13 @@ BENCHES = {
     "folder": "hvd_ddp.commands.bench_folder",
     "comm": "hvd_ddp.commands.bench_comm",
     "step": "hvd_ddp.commands.bench_step",
+    "start": "hvd_ddp.commands.bench_start",
+    "peers": "hvd_ddp.commands.bench_peers",
 }
+# Two-sided 95 % quantiles of Student's t, by degrees of freedom.
+STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228,
+           12: 2.179, 14: 2.145, 16: 2.120, 18: 2.101, 20: 2.086, 25: 2.060, 30: 2.042, 40: 2.021,
+           60: 2.000}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,15 @@ class Row:
     def to_dict(self) -> dict[str, Any]:
         """For --json: the name, the median under the figure's name, the repeats."""
         return {"name": self.name, self.figure: self.median, "repeats": self.repeats}
+
+
+def ratio(first: Sequence[float], second: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    """How many times the second the first is, turn by turn: the geometric mean, and its 95 % interval (Student's t)."""
+    logs = [math.log(one / other) for one, other in zip(first, second, strict=True)]
+    mean, number = statistics.mean(logs), len(logs)
+    quantile = next(value for freedom, value in reversed(STUDENT.items()) if freedom <= number - 1)
+    half = quantile * statistics.stdev(logs) / math.sqrt(number)
+    return math.exp(mean), (math.exp(mean - half), math.exp(mean + half))
 
 
 def run(arguments: list[str]) -> int:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import shutil
-import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvd_ddp.commands.bench import Row, show
+from hvd_ddp.commands.bench import Row, ratio, show
 from hvd_ddp.commands.bench_ranks import start
 from hvd_ddp.commands.options import command_line
 from hvd_ddp.config import Communication, CompressionName, OptimizerName, TrainConfig, TransportName
@@ -22,10 +20,6 @@ if TYPE_CHECKING:
     from hvd_ddp.backends.base import Backend
     from hvd_ddp.job.line import Line
 
-# Two-sided 95 % quantiles of Student's t, by degrees of freedom.
-STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228,
-           12: 2.179, 14: 2.145, 16: 2.120, 18: 2.101, 20: 2.086, 25: 2.060, 30: 2.042, 40: 2.021,
-           60: 2.000}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,12 +84,8 @@ class Pair:
         return [Row(name, "steps_per_second", speeds) for name, speeds in zip(names, self.speeds, strict=True)]
 
     def ratio(self) -> tuple[float, tuple[float, float]]:
-        """How much faster the first is: the geometric mean over the turns, and its 95 % interval (Student's t)."""
-        logs = [math.log(ours / other) for ours, other in zip(*self.speeds, strict=True)]
-        mean, number = statistics.mean(logs), len(logs)
-        quantile = next(value for freedom, value in reversed(STUDENT.items()) if freedom <= number - 1)
-        half = quantile * statistics.stdev(logs) / math.sqrt(number)
-        return math.exp(mean), (math.exp(mean - half), math.exp(mean + half))
+        """How much faster the first is, and the 95 % interval."""
+        return ratio(*self.speeds)
 
 
 def run(arguments: list[str]) -> int:

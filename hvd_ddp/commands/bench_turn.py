@@ -25,6 +25,7 @@ from hvd_ddp.optim import build
 from hvd_ddp.trainer import Trainer
 
 WARM_UP = 20  # steps of a turn that do not count
+FEW = 64  # samples that are evaluated at the end of a turn
 NEVER = 1 << 30
 
 
@@ -33,9 +34,10 @@ class Clock:
 
     def __init__(self, model: nn.Module) -> None:
         self.times: list[float] = []
-        model.register_forward_pre_hook(lambda module, _: self._tick() if module.training else None)
+        model.register_forward_pre_hook(lambda module, _: self.tick() if module.training else None)
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
+        """A step begins."""
         self.times.append(time.perf_counter())
 
     def steps_per_second(self, steps: int, turn: int = 0) -> float:
@@ -54,10 +56,7 @@ class Turn:
 
     def __init__(self, config: TrainConfig, data: Data, backend: Backend, line: Line, *, steps: int) -> None:
         self.config = replace(config, max_steps=WARM_UP + steps + 1, eval_every=NEVER, save_every=NEVER)
-        self.data, self.backend, self.line, self.steps = data, backend, line, steps
-        if not isinstance(data.train, ArrayDataset):
-            raise HvdDDPError(f"--data {data.name} is not in memory. Use a data set of arrays, such as digits.")
-        self.train = data.train
+        self.data, self.backend, self.line, self.steps = few_to_evaluate(data), backend, line, steps
 
     def ours(self) -> float:
         """Steps a second of the trainer, as `train` runs it."""
@@ -99,11 +98,10 @@ class Turn:
     def bare(self, loop: Callable[..., None]) -> float:
         """Steps a second of a loop by hand, whose samples are numbers in memory already."""
         model, optimizer, clock = self._start()
-        device = self.backend.device
-        shape = (-1, *[1] * (len(self.data.image_shape) - 1))
-        mean, std = (torch.tensor(values).view(shape) for values in (self.data.mean, self.data.std))
-        inputs = ((torch.tensor(self.train.images, dtype=torch.float32) - mean) / std).to(device)
-        loop(model.to(device), optimizer, self._rows(), inputs, torch.tensor(self.train.targets).to(device))
+        device, launch = self.backend.device, self.backend.launch
+        inputs, targets = (tensor.to(device) for tensor in numbers(self.data))
+        chosen = rows(self.config, len(inputs), rank=launch.rank, world_size=launch.world_size)
+        loop(model.to(device), optimizer, chosen, inputs, targets)
         gc.collect()  # DDP's wrapper must not outlive its group
         return clock.steps_per_second(self.steps)
 
@@ -111,16 +109,32 @@ class Turn:
         model = load_model(self.config, self.data, self.backend)
         return model, build(self.config, model.parameters()), Clock(model)
 
-    def _rows(self) -> Iterator[Tensor]:
-        launch, config = self.backend.launch, self.config
-        steps = 0
-        for epoch in itertools.count():
-            sampler = GlobalBatchSampler(
-                len(self.train), config.global_batch,
-                rank=launch.rank, world_size=launch.world_size, seed=config.seed, epoch=epoch,
-            )  # fmt: skip
-            for indices, _ in sampler:
-                yield torch.from_numpy(indices)
-                steps += 1
-                if steps == config.max_steps:
-                    return
+
+def few_to_evaluate(data: Data) -> Data:
+    """The same for training; what is evaluated is not measured. HvdDDPError where samples are not in memory."""
+    if not isinstance(data.train, ArrayDataset) or not isinstance(data.eval, ArrayDataset):
+        raise HvdDDPError(f"--data {data.name} is not in memory. Use a data set of arrays, such as digits.")
+    return replace(data, eval=ArrayDataset(data.eval.images[:FEW], data.eval.targets[:FEW]))
+
+
+def numbers(data: Data) -> tuple[Tensor, Tensor]:
+    """All samples for training, as the model is shown them, float32 (N, ...), and their classes, int64 (N,)."""
+    train = data.train
+    assert isinstance(train, ArrayDataset)
+    shape = (-1, *[1] * (len(data.image_shape) - 1))
+    mean, std = (torch.tensor(values).view(shape) for values in (data.mean, data.std))
+    return (torch.tensor(train.images, dtype=torch.float32) - mean) / std, torch.tensor(train.targets)
+
+
+def rows(config: TrainConfig, num_samples: int, *, rank: int, world_size: int) -> Iterator[Tensor]:
+    """The numbers of this rank's samples in each of `max_steps` steps, int64 (n,): those that the trainer takes."""
+    steps = 0
+    for epoch in itertools.count():
+        sampler = GlobalBatchSampler(
+            num_samples, config.global_batch, rank=rank, world_size=world_size, seed=config.seed, epoch=epoch
+        )
+        for indices, _ in sampler:
+            yield torch.from_numpy(indices)
+            steps += 1
+            if steps == config.max_steps:
+                return
