@@ -1,5 +1,6 @@
 """The command line in this process, for tests that need no ranks, and a cluster, for those that need hosts."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -53,6 +54,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_
         except (Left, SystemExit) as end:
             code = end.args[0]
         finally:
+            gc.unfreeze()
             signal.set_wakeup_fd(-1)
             for number, handler in handlers.items():
                 signal.signal(number, handler)

@@ -28,8 +28,8 @@ CLOSE = 0.02  # by which final losses may differ: sums in another order, in fp32
 @dataclass(frozen=True)
 class Options:
     """Measure optimizer steps a second of the trainer and of Lightning, Fabric, accelerate, ignite, tf.distribute and
-    JAX, and of DDP by hand: the same small CNN from the same weights, the same batches from memory, SGD with momentum, on
-    CPUs over gloo (tf.distribute: its own ring), a thread a rank on a core of its own.
+    JAX, and of DDP by hand: the same small CNN from the same weights, the same batches from memory, SGD with momentum,
+    on CPUs over gloo (tf.distribute: its own ring), a thread a rank on a core of its own.
 
     Each is started as by --nproc in new processes, in turns. `pip install 'hvd_ddp[peers]'` brings all; one that is not
     here is named, one whose loss ends elsewhere has not done the same training and fails.
@@ -59,8 +59,8 @@ class Options:
             )
         if self.global_batch % self.nproc:
             raise ValueError(
-                f"--global-batch is `{self.global_batch}` for {self.nproc} ranks: most libraries would not weigh samples "
-                f"alike. Give a multiple of {self.nproc}."
+                f"--global-batch is `{self.global_batch}` for {self.nproc} ranks: most libraries would not weigh "
+                f"samples alike. Give a multiple of {self.nproc}."
             )
 
 

@@ -1,4 +1,7 @@
-"""bench peers: a rank of one library's turn. `python -m hvd_ddp bench peers rank FILE FOLDER`, which `bench peers` starts."""
+"""bench peers: a rank of one library's turn.
+
+`python -m hvd_ddp bench peers rank FILE FOLDER`, which `bench peers` starts.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """bench start: the script that one writes by hand for the training of `python -m hvd_ddp`, with what it needs alone.
 
-`python -m hvd_ddp.commands.bench_script ddp|horovod STEPS STORE`, on ranks of mpirun or torchrun; STORE is a file in which
-DDP's ranks find each other. It takes nothing from the rest of the package but the loop and the file of digits.
+`python -m hvd_ddp.commands.bench_script ddp|horovod STEPS STORE`, on ranks of mpirun or torchrun; STORE is a file in
+which DDP's ranks find each other. It takes nothing from the rest of the package but the loop and the file of digits.
 """
 
 from __future__ import annotations

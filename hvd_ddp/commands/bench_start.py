@@ -33,8 +33,9 @@ class Options:
     the largest rank in a training of 20 steps: `train` as it is by default, digits and the small CNN, against a script
     of some forty lines that does the same, written for DDP and for Horovod.
 
-    Both are started alike, in new processes for each turn: by torchrun, and by mpirun if it is there (DDP over gloo, for a
-    script has no MPI; Horovod over MPI). They take turns. The ratio is the mean over the turns, with its 95 % interval.
+    Both are started alike, in new processes for each turn: by torchrun, and by mpirun if it is there (DDP over gloo,
+    for a script has no MPI; Horovod over MPI). They take turns. The ratio is the mean over the turns, with its 95 %
+    interval.
     """
 
     nproc: int = 2
@@ -48,8 +49,8 @@ class Options:
         """Raise ValueError for numbers with which nothing is measured."""
         if not (self.nproc >= 2 and self.repeats >= 2):
             raise ValueError(
-                f"--nproc is `{self.nproc}`, --repeats `{self.repeats}`: nothing would be measured. Give two ranks and, "
-                "for an interval, two repeats."
+                f"--nproc is `{self.nproc}`, --repeats `{self.repeats}`: nothing would be measured. Give two ranks "
+                "and, for an interval, two repeats."
             )
 
 
@@ -128,7 +129,7 @@ def _pairs(nproc: int) -> list[tuple[Program, Program]]:
 
 
 def _show(pairs: list[tuple[Program, Program]], options: Options) -> None:
-    ratios = [
+    ratios: list[dict[str, Any]] = [
         {
             "launcher": ours.launcher,
             "backend": ours.backend,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from hvd_ddp.commands.options import command_line
+from hvd_ddp.commands.importing import importing
 from hvd_ddp.config import TrainConfig
 from hvd_ddp.errors import FINISHED, HvdDDPError
 from hvd_ddp.job.launch import detect, is_speaker
@@ -161,16 +162,17 @@ def train(config: TrainConfig, make: Callable[..., Trainer] | None = None, *, on
     from hvd_ddp.backends import connect
     from hvd_ddp.job.health import ends_together
 
-    backend = connect(
-        config.backend,
-        config.transport,
-        config.device,
-        threads=config.threads,
-        directory=config.run_dir or Path("runs"),
-        start_timeout=config.start_timeout,
-        timeout=NO_TIMEOUT,
-        communication=config.communication,
-    )
+    with importing():
+        backend = connect(
+            config.backend,
+            config.transport,
+            config.device,
+            threads=config.threads,
+            directory=config.run_dir or Path("runs"),
+            start_timeout=config.start_timeout,
+            timeout=NO_TIMEOUT,
+            communication=config.communication,
+        )
     stop = backend.meeting.stop
     stop.signals, stop.warning = signals, warning
     with ends_together(backend.meeting, timeout=config.timeout), backend:
@@ -184,7 +186,8 @@ def train(config: TrainConfig, make: Callable[..., Trainer] | None = None, *, on
             data = load_data(config.data, config.data_dir, backend, stage=config.stage)
         with backend.meeting.pulse.long_work("building the model"):
             model = load_model(config, data, backend)
-            optimizer = build(config, model.parameters())  # imports torch._dynamo: some 900 files
+            with importing():
+                optimizer = build(config, model.parameters())  # imports torch._dynamo: some 900 files
         trainer = (make or Trainer)(config, model, optimizer, data, backend)
         if only_try:
             from hvd_ddp.commands.dry_run import dry_run

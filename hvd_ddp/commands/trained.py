@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import tyro
 
 from hvd_ddp.commands.options import command_line
+from hvd_ddp.commands.importing import importing
 from hvd_ddp.config import BackendName, DeviceName, Precision, TrainConfig, TransportName
 from hvd_ddp.errors import FINISHED, HvdDDPError
 from hvd_ddp.job.launch import detect
@@ -72,14 +73,15 @@ def on_ranks(name: str, kind: type[T], arguments: Sequence[str], work: Callable[
     from hvd_ddp.backends import connect
     from hvd_ddp.job.health import ends_together
 
-    backend = connect(
-        options.backend,
-        options.transport,
-        options.device,
-        threads=options.threads,
-        start_timeout=options.start_timeout,
-        timeout=options.timeout,
-    )
+    with importing():
+        backend = connect(
+            options.backend,
+            options.transport,
+            options.device,
+            threads=options.threads,
+            start_timeout=options.start_timeout,
+            timeout=options.timeout,
+        )
     with ends_together(backend.meeting, timeout=options.timeout), backend:
         work(options, backend)
     return FINISHED

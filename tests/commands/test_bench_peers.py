@@ -102,7 +102,7 @@ def test_another_training_is_no_comparison() -> None:
 
 
 def test_weights_with_channels_last_and_back() -> None:
-    """What they compute in numpy is what the model computes, also where pixels are pooled; back they are the same bits."""
+    """What they compute in numpy is what the model computes, pooling too; back they are the same bits."""
     model, other = ConvNet(10, 3), ConvNet(10, 3)
     arrays = weights(model)
     assert [array.shape for array in arrays[::2]] == [

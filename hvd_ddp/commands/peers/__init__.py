@@ -45,8 +45,8 @@ PEERS = {
 class Job:
     """What each is given on each rank, which torch's elastic launcher has started.
 
-    `model` has its first weights and `optimizer` is SGD of its parameters; `inputs` float32 (N, C, H, W), normalised, and
-    `targets` int64 (N,) are in memory; `rows` are the numbers of this rank's samples, int64 (n,), one tensor a step.
+    `model` has its first weights and `optimizer` is SGD of its parameters; `inputs` float32 (N, C, H, W), normalised,
+    and `targets` int64 (N,) are in memory; `rows` are the numbers of this rank's samples, int64 (n,), a tensor a step.
     """
 
     config: TrainConfig

@@ -1,4 +1,4 @@
-"""The weights of `hvd_ddp.models.ConvNet` as libraries with channels last want them, and back; its pooling as a matrix."""
+"""`hvd_ddp.models.ConvNet` for libraries with channels last: its weights as they want them, its pooling as a matrix."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _to_first(name: str, tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def averages(size: int) -> Array:
-    """What AdaptiveAvgPool2d does along one side, (SIDE, size): row i is the mean from i*size/SIDE to (i+1)*size/SIDE."""
+    """What AdaptiveAvgPool2d does along a side, (SIDE, size): row i is the mean from i*size/SIDE to (i+1)*size/SIDE."""
     matrix = np.zeros((SIDE, size), dtype=np.float32)
     for i in range(SIDE):
         low, high = i * size // SIDE, -(-(i + 1) * size // SIDE)

@@ -1,4 +1,4 @@
-"""ignite: pytorch-ignite.ai/tutorials/advanced/01-collective-communication and docs.pytorch.org/ignite/distributed.html."""
+"""ignite: docs.pytorch.org/ignite/distributed.html."""
 
 import ignite.distributed as idist
 from ignite.engine import create_supervised_trainer
