@@ -14,7 +14,7 @@ from hvd_ddp import trainer
 from hvd_ddp.backends import connect
 from hvd_ddp.commands import bench_bare, bench_step, bench_turn
 from hvd_ddp.config import TrainConfig
-from hvd_ddp.data.datasets import load
+from hvd_ddp.data.datasets import load, prepare
 from hvd_ddp.job.line import Line
 
 SMALL = ["--min-bytes", "1024", "--max-bytes", "20000", "--repeats", "3"]
@@ -113,6 +113,16 @@ def test_turns_with_guards_and_without(tmp_path: Path, monkeypatch: pytest.Monke
 def test_step_with_a_compression_that_one_backend_has_not(tmp_path: Path) -> None:
     result = bench("step", *SHORT, "--transport", "gloo", "--compression", "bf16", launcher="torchrun", cwd=tmp_path)
     assert "hvd_ddp, ddp gloo" in result.out and "horovod" not in result.out
+
+
+def test_packed_data_is_data_in_memory(tmp_path: Path) -> None:
+    """As the trainer is shown it, images of 28x28; few are evaluated."""
+    name = "synthetic:1x28x28:10:1000"
+    prepare(name, tmp_path)
+    data = bench_turn.few_to_evaluate(load(name, tmp_path))
+    inputs, targets = bench_turn.numbers(data)
+    assert inputs.shape == (1000, 1, 28, 28) and targets.shape == (1000,) and len(data.eval) == 64
+    assert abs(float(inputs.mean())) < 1e-3 and float(inputs.std()) == pytest.approx(1, abs=1e-3)
 
 
 def test_the_interval() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launchers import ROOT, Result, assert_none_left, command, run
+from launchers import ROOT, Result, assert_none_left, command, environment, run
 
 from hvd_ddp.commands import bench_script, bench_start
 from hvd_ddp.errors import RankFailedError
@@ -24,6 +24,7 @@ def bench(*arguments: str, cwd: Path) -> Result:
     return result
 
 
+@pytest.mark.full
 def test_as_json(tmp_path: Path) -> None:
     said = json.loads(bench("--repeats", "2", "--json", cwd=tmp_path).out)
     ways = ["ddp gloo, torchrun", "ddp gloo, mpirun", "horovod mpi, mpirun"]
@@ -38,6 +39,21 @@ def test_as_json(tmp_path: Path) -> None:
         low, high = found["seconds_to_by_hand_interval"]
         assert low < found["seconds_to_by_hand"] < high
     assert not list(tmp_path.iterdir()), "left behind"
+
+
+def test_both_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(OMP_NUM_THREADS="1").items():
+        monkeypatch.setenv(name, value)
+    pairs = bench_start._pairs(2)
+    assert [(pair[0].launcher, pair[0].backend) for pair in pairs] == [
+        ("torchrun", "ddp"), ("mpirun", "ddp"), ("mpirun", "horovod")
+    ]  # fmt: skip
+    for program in pairs[1]:
+        folder = tmp_path / program.name
+        folder.mkdir()
+        program.turn(folder)
+        assert program.seconds[0] > 0.5 and 100 < program.megabytes[0] < 4000, "torch alone takes more"
+    assert_none_left(str(tmp_path))
 
 
 def program(code: str) -> bench_start.Program:
