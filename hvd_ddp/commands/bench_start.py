@@ -81,7 +81,7 @@ class Program:
             process = subprocess.Popen([*self.start, "-m", *program], stdout=subprocess.PIPE, stderr=err)
             assert process.stdout is not None
             times = [time.perf_counter() - began for line in process.stdout if FIRST.search(line)]
-            # The kernel tells of the largest of all processes that it has waited for: a rank.
+            # Of the largest of all processes that it waited for: a rank. A fork of this one counts, which has no torch.
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
             err.seek(0)
