@@ -33,13 +33,14 @@ SOME = 1000  # training samples, of which the loss is taken
 def run(arguments: list[str]) -> int:
     """Train; rank 0 leaves in the folder how fast that was, the weights, and the loss that they have."""
     file, folder = arguments[0], Path(arguments[1])
-    job = prepare(json.loads((folder / "options.json").read_text()), folder)
+    options = json.loads((folder / "options.json").read_text())
+    job = prepare(options, folder)
     import_module(f"hvd_ddp.commands.peers.{file}").train(job)
     if job.launch.rank == 0:
         job.model.eval()
         with torch.no_grad():
             loss = functional.cross_entropy(job.model(job.inputs[:SOME]), job.targets[:SOME]).item()
-        result = {"steps_per_second": job.clock.steps_per_second(), "loss": loss}
+        result = {"steps_per_second": job.clock.steps_per_second(options["steps"]), "loss": loss}
         torch.save(job.model.state_dict(), folder / "weights.pt")
         (folder / "result.json").write_text(json.dumps(result))
     return FINISHED

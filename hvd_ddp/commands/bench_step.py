@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from hvd_ddp.job.line import Line
 
 
-
 @dataclass(frozen=True)
 class Options:
     """Measure optimizer steps a second of the trainer, under DDP and under Horovod, against a loop of some twenty lines
