@@ -21,7 +21,7 @@ from hvd_ddp.commands.peers import Job
 from hvd_ddp.config import TrainConfig
 from hvd_ddp.data.arrays import ArrayDataset, Data
 from hvd_ddp.data.datasets import load
-from hvd_ddp.errors import FINISHED, HvdDDPError
+from hvd_ddp.errors import FINISHED, HvdDDPError, RankFailedError
 from hvd_ddp.job.launch import detect
 from hvd_ddp.optim import build
 from hvd_ddp.seeding import seed_all
@@ -35,7 +35,10 @@ def run(arguments: list[str]) -> int:
     file, folder = arguments[0], Path(arguments[1])
     options = json.loads((folder / "options.json").read_text())
     job = prepare(options, folder)
-    import_module(f"hvd_ddp.commands.peers.{file}").train(job)
+    try:
+        import_module(f"hvd_ddp.commands.peers.{file}").train(job)
+    except Exception as error:  # whatever a library raises, here or on another machine: the others are to be measured
+        raise RankFailedError(f"{type(error).__name__}: {error}") from error
     if job.launch.rank == 0:
         job.model.eval()
         with torch.no_grad():
