@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-import tyro
-
 from hvd_ddp.commands.bench import Row, ratio, show
+from hvd_ddp.commands.options import command_line
 from hvd_ddp.commands.peers import PEERS, Peer
 from hvd_ddp.commands.starters import outside, run_to_the_end
 from hvd_ddp.config import TrainConfig
@@ -81,7 +80,7 @@ def run(arguments: list[str]) -> int:
 
         return bench_peers_rank.run(arguments[1:])
     outside("bench peers")
-    options = tyro.cli(Options, args=arguments, prog="python -m hvd_ddp bench peers")
+    options = command_line(Options, arguments, "bench peers")
     here = {file: Measured(peer.name) for file, peer in PEERS.items() if not missing(peer)}
     absent = {peer.name: missing(peer) for peer in PEERS.values() if missing(peer)}
     for name, packages in absent.items():

@@ -15,9 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from hvd_ddp.commands.bench import ratio
+from hvd_ddp.commands.options import command_line
 from hvd_ddp.commands.starters import last_words, mpirun, outside
 from hvd_ddp.errors import FINISHED, RankFailedError
 
@@ -105,7 +104,7 @@ class Program:
 def run(arguments: list[str]) -> int:
     """`python -m hvd_ddp bench start`."""
     outside("bench start")
-    options = tyro.cli(Options, args=arguments, prog="python -m hvd_ddp bench start")
+    options = command_line(Options, arguments, "bench start")
     pairs = _pairs(options.nproc)
     for number in range(options.repeats):
         for program in [program for pair in pairs for program in (pair if number % 2 else reversed(pair))]:

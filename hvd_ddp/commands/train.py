@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
-from hvd_ddp.commands.options import command_line
 from hvd_ddp.commands.importing import importing
+from hvd_ddp.commands.options import command_line
 from hvd_ddp.config import TrainConfig
 from hvd_ddp.errors import FINISHED, HvdDDPError
 from hvd_ddp.job.launch import detect, is_speaker

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import tyro
 
-from hvd_ddp.commands.options import command_line
 from hvd_ddp.commands.importing import importing
+from hvd_ddp.commands.options import command_line
 from hvd_ddp.config import BackendName, DeviceName, Precision, TrainConfig, TransportName
 from hvd_ddp.errors import FINISHED, HvdDDPError
 from hvd_ddp.job.launch import detect
