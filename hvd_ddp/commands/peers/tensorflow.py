@@ -24,8 +24,9 @@ def train(job: Job) -> None:
     )  # fmt: skip
     inputs, targets = job.inputs.permute(0, 2, 3, 1).contiguous().numpy(), job.targets.numpy()
     with strategy.scope():
-        model = _convnet(inputs.shape[1:], job.data.num_classes)
-        model.set_weights(weights(job.model))
+        first = weights(job.model)
+        model = _convnet(inputs.shape[1:], num_classes=len(first[-1]))
+        model.set_weights(first)
         optimizer = tf.keras.optimizers.SGD(job.config.lr, momentum=job.config.momentum)
         optimizer.build(model.trainable_variables)
 
