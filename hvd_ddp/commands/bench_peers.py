@@ -41,7 +41,7 @@ class Options:
     data_dir: Path | None = None
     """As for train."""
     global_batch: int = TrainConfig.global_batch
-    """As for train."""
+    """Samples of a step, over all ranks."""
     steps: int = 200
     """Steps of a turn that count."""
     repeats: int = 5

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from hvd_ddp.commands.options import wrapped
 from hvd_ddp.commands.starters import outside
 from hvd_ddp.commands.train import parse
 from hvd_ddp.errors import HvdDDPError
@@ -35,7 +36,10 @@ class Options:
 
 def run(arguments: list[str]) -> int:
     """`python -m hvd_ddp launch`."""
-    options, training = tyro.cli(Options, args=arguments, prog="python -m hvd_ddp launch", return_unknown_args=True)
+    options, training = tyro.cli(
+        Options, prog="python -m hvd_ddp launch", description=wrapped(Options.__doc__ or ""),
+        args=arguments, return_unknown_args=True,
+    )  # fmt: skip
     outside("launch")
     config = parse(training)  # leaves with 2 where train would, before Ray is asked for room
     if config.nproc is not None:

@@ -40,7 +40,7 @@ def command_line(
             _subcommands(kind) if isinstance(kind, Mapping) else _grouped(kind),
             args=arguments,
             prog=f"python -m hvd_ddp {name}".strip(),
-            description=None if isinstance(kind, Mapping) else _wrapped(description or kind.__doc__ or ""),
+            description=None if isinstance(kind, Mapping) else wrapped(description or kind.__doc__ or ""),
             config=(tyro.conf.OmitArgPrefixes,),
             console_outputs=show_errors,
         )
@@ -48,7 +48,7 @@ def command_line(
     return made
 
 
-def _wrapped(description: str) -> str:
+def wrapped(description: str) -> str:
     """As wide as the terminal. tyro makes one line of a paragraph, but for lines that begin with a space."""
     paragraphs = [" ".join(part.split()) for part in description.split("\n\n")]
     width = max(shutil.get_terminal_size().columns - len(INDENT), 20)
