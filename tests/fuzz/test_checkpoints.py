@@ -144,7 +144,9 @@ def go_on(directory: Path) -> None:
 
 def look(path: Path) -> None:
     """What `evaluate` and --init do with a file."""
-    options: Any = SimpleNamespace(data=None, data_dir=None, model=None, precision=None, checkpoint=path, best=False)
+    options: Any = SimpleNamespace(
+        data=None, data_dir=None, model=None, task=None, precision=None, checkpoint=path, best=False
+    )
     state = checkpoint.parse(assemble.read_weights(path), str(path))
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     assemble.fit_weights(model, state, str(path))
