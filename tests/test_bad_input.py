@@ -380,6 +380,7 @@ FOREIGN: dict[str, tuple[list[str], str, str]] = {
     "data": (["--data", "fashion_mnist", "--data-dir", "FASHION"], "digits", "fashion_mnist"),
     "augment": (["--augment", "standard"], "none", "standard"),
     "model": (["--model", "factories:UnusedOnAll"], "factories:Small", "factories:UnusedOnAll"),
+    "task": (["--task", "own_tasks:Good"], "classification", "own_tasks:Good"),
     "init": (["--init", "INIT"], "None", "init.pt"),
     "sync_bn": (["--sync-bn"], "False", "True"),
     "ema": (["--ema", "0.5"], "None", "0.5"),
