@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -48,6 +49,11 @@ def load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
             elif value is not None or name != "momentum_buffer":  # None: sgd had no gradient yet
                 raise ValueError(f"`{name}` of the optimizer is a {type(value).__name__}")
     optimizer.load_state_dict({"state": saved["state"], "param_groups": own})
+    for parameter, entry in optimizer.state.items():
+        for name, value in entry.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                # Saved without or with --channels-last; fused kernels go through all of them as they lie in memory.
+                entry[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _check_state(name: str, value: Tensor, parameter: Tensor) -> None:

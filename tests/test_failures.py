@@ -76,6 +76,7 @@ def fails(
 ) -> tuple[str, ...]:
     """Start a job with that fault; what its one message says: (rank, host, failed or last seen, phase, step, words)."""
     result = start(launcher, backend, model, folder, fault=fault, num_ranks=num_ranks)
+    assert (folder / "fault").exists(), result.text[-3000:]
     took = time.time() - float((folder / "fault").read_text())
     assert took < TIMEOUT + MORE, result.text[-3000:]
     assert result.code != 0

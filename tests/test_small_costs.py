@@ -42,9 +42,10 @@ def test_compiled(launcher: str, backend: str, tmp_path: Path) -> None:
     assert list(tmp_path.glob("compiled.cache/**/*.so")) and not list(tmp_path.glob("eager.cache/**/*.so"))
 
 
-def test_channels_last(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("launcher", "backend"), [("--nproc", "ddp"), ("mpirun", "horovod")])
+def test_channels_last(launcher: str, backend: str, tmp_path: Path) -> None:
     trained(tmp_path / "first")
-    trained(tmp_path / "last", "--channels-last")
+    trained(tmp_path / "last", "--channels-last", launcher=launcher, backend=backend)
     check_close(tmp_path / "first", tmp_path / "last")
     model = move(ConvNet(10, 3), torch.device("cpu"), torch.float64, channels_last=True)
     output = next(model.children())(torch.zeros(2, 3, 8, 8, dtype=torch.float64))

@@ -137,14 +137,15 @@ class HorovodBackend(Backend):
             if find_unused_parameters
             else AllUsed(model)
         )
-        hvd.broadcast_parameters({**dict(model.named_parameters()), **dict(model.named_buffers())}, root_rank=0)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        hvd.broadcast_parameters({name: as_it_lies(tensor.detach()) for name, tensor in tensors.items()}, root_rank=0)
         # No broadcast_optimizer_state: on a fresh optimizer it takes a step with zero gradients, so that weight decay
         # moves the weights. A fresh optimizer has no state; what a checkpoint brings is loaded after this.
         half = self.communication.compression == "fp16"
         wrapped = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=model.named_parameters(),
-            compression=hvd.Compression.fp16 if half else hvd.Compression.none,
+            compression=AsItLies(hvd.Compression.fp16 if half else hvd.Compression.none),
             backward_passes_per_step=accumulate,
             op=hvd.Average,
             gradient_predivide_factor=self.launch.world_size if half else 1.0,  # so that sums overflow no earlier
@@ -171,6 +172,33 @@ class HorovodBackend(Backend):
 
     def all_reduce_(self, tensor: Tensor) -> None:
         self._hvd.allreduce_(tensor, op=self._hvd.Sum, name="hvd_ddp.in_place")
+
+
+def as_it_lies(tensor: Tensor) -> Tensor:
+    """The same memory, with the dimensions in the order in which they lie there: Horovod takes contiguous tensors."""
+    return tensor if tensor.is_contiguous() else tensor.permute(_order(tensor))
+
+
+def _order(tensor: Tensor) -> list[int]:
+    return sorted(range(tensor.ndim), key=lambda dimension: -tensor.stride()[dimension])
+
+
+class AsItLies:
+    """One of Horovod's compressions, of gradients that may have their channels last."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """What is sent, and what `decompress` has to know."""
+        sent, known = self._inner.compress(as_it_lies(tensor))
+        return sent, (known, None if tensor.is_contiguous() else _order(tensor))
+
+    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
+        """The gradient, in the order that it had."""
+        known, order = context
+        found: Tensor = self._inner.decompress(tensor, known)
+        return found if order is None else found.permute([order.index(dimension) for dimension in range(len(order))])
 
 
 def _settings(communication: Communication) -> dict[str, str]:
