@@ -113,7 +113,7 @@ class TrainConfig:
     optimizer: OptimizerName = "adam"
     """Update rule; torch's own."""
     fused: bool = free(True)
-    """Update parameters in one pass over memory, not in ten; the same formulas, rounded in other places."""
+    """Update parameters in one pass over memory, where torch can: the same formulas, rounded differently."""
     lr: float = 1e-3
     """Learning rate after the warm-up."""
     momentum: float = 0.9

@@ -11,19 +11,29 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hvd_ddp.config import TrainConfig
+from hvd_ddp.layout import as_it_lies
 
 # What torch's own optimizers keep of a parameter.
 STATE: dict[type[Optimizer], set[str]] = {SGD: {"momentum_buffer"}, Adam: {"step", "exp_avg", "exp_avg_sq"}}
 NO_MATHEMATICS = {"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}  # lr is set before each step
 
 
-def build(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """torch's optimizer of that name, with its own defaults but for lr, momentum and weight decay."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    common: Any = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": config.fused}
+def build(config: TrainConfig, model: nn.Module) -> Optimizer:
+    """torch's optimizer of that name, with its own defaults but for lr, momentum, weight decay and `fused`."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    common: Any = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": config.fused and _fuses(model)}
     if config.optimizer == "sgd":
         return SGD(trained, momentum=config.momentum, **common)
     return Adam(trained, **common) if config.optimizer == "adam" else AdamW(trained, **common)
+
+
+def _fuses(model: nn.Module) -> bool:
+    """Whether torch's fused kernels can do it: no complex numbers, no sparse gradients, and no gaps in memory, for they
+    take whatever lies between the first number and the last without a word.
+    """
+    if any(getattr(module, "sparse", False) is True for module in model.modules()):  # Embedding, EmbeddingBag
+        return False
+    return all(p.is_floating_point() and as_it_lies(p.detach()).is_contiguous() for p in model.parameters())
 
 
 def load(optimizer: Optimizer, saved: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "hvd_ddp"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Lower layers know nothing of higher ones.
 LAYERS = [
-    {"errors", "config", "durable", "outside", "recipes"},
+    {"errors", "config", "durable", "outside", "recipes", "layout"},
     {"job", "horovod_build"},
     {"backends"},
     {

@@ -75,14 +75,14 @@ def test_fused_is_the_same_update(name: str) -> None:
     momentum = {"momentum": 0.9} if name == "sgd" else {}
     optimizers = [
         reference(models[0].parameters(), lr=0.05, weight_decay=0.1, foreach=False, **momentum),
-        build(fused, models[1].parameters()),
-        build(plain, models[2].parameters()),
+        build(fused, models[1]),
+        build(plain, models[2]),
     ]
     assert [group["fused"] for one in optimizers[1:] for group in one.param_groups] == [True, False]
     for step in range(20):
         if step == 10:
             states = [one.state_dict() for one in optimizers[1:]]
-            optimizers[1:] = [build(plain, models[1].parameters()), build(fused, models[2].parameters())]
+            optimizers[1:] = [build(plain, models[1]), build(fused, models[2])]
             for one, state in zip(optimizers[1:], states, strict=True):
                 load(one, state)
         inputs = torch.randn(4, 9, dtype=torch.float64)
@@ -92,6 +92,43 @@ def test_fused_is_the_same_update(name: str) -> None:
             optimizer.step()
     for model in models[1:]:
         torch.testing.assert_close(model.weight, models[0].weight, rtol=1e-12, atol=1e-13)
+
+
+class Strided(torch.nn.Module):
+    """Its parameter is every second number of a larger tensor, its gradient has no gaps."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64, step: int = 2) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, 10, dtype=dtype)[:, ::step])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (self.weight * inputs).abs().square()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in ("with gaps", "complex") for name in ("sgd", "adam", "adamw")] + [("sparse", "sgd")],
+)
+def test_what_fused_kernels_can_not_do_is_done_in_loops(kind: str, name: str) -> None:
+    make = {
+        "with gaps": Strided,
+        "complex": lambda: Strided(torch.complex128, 1),
+        "sparse": lambda: torch.nn.Embedding(5, 3, sparse=True, _weight=torch.ones(5, 3)),
+    }[kind]
+    inputs = torch.tensor([1, 2, 2]) if kind == "sparse" else torch.arange(1.0, 6 if kind == "with gaps" else 11)
+    models = [make(), make()]
+    reference = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
+    config = TrainConfig(optimizer=name, lr=0.001)  # type: ignore[arg-type]
+    momentum = {"momentum": config.momentum} if name == "sgd" else {}
+    weight_decay = {"weight_decay": 0.0} if name == "adamw" else {}
+    optimizers = [reference(models[0].parameters(), lr=0.001, **momentum, **weight_decay), build(config, models[1])]
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(inputs).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(models[1].weight, models[0].weight)
+    assert not torch.equal(models[1].weight, make().weight), "it has trained"
 
 
 def test_a_profile(tmp_path: Path) -> None:

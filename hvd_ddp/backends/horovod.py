@@ -19,6 +19,7 @@ from hvd_ddp.config import Communication
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.horovod_build.record import check_build
 from hvd_ddp.job.launch import Launch, export, variables
+from hvd_ddp.layout import as_it_lies, order
 
 REMEDY = "Run `python -m hvd_ddp install-horovod`, or use --backend ddp."
 
@@ -174,17 +175,8 @@ class HorovodBackend(Backend):
         self._hvd.allreduce_(tensor, op=self._hvd.Sum, name="hvd_ddp.in_place")
 
 
-def as_it_lies(tensor: Tensor) -> Tensor:
-    """The same memory, with the dimensions in the order in which they lie there: Horovod takes contiguous tensors."""
-    return tensor if tensor.is_contiguous() else tensor.permute(_order(tensor))
-
-
-def _order(tensor: Tensor) -> list[int]:
-    return sorted(range(tensor.ndim), key=lambda dimension: -tensor.stride()[dimension])
-
-
 class AsItLies:
-    """One of Horovod's compressions, of gradients that may have their channels last."""
+    """One of Horovod's compressions, of gradients that may have their channels last, for it takes no such tensors."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -192,13 +184,13 @@ class AsItLies:
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """What is sent, and what `decompress` has to know."""
         sent, known = self._inner.compress(as_it_lies(tensor))
-        return sent, (known, None if tensor.is_contiguous() else _order(tensor))
+        return sent, (known, None if tensor.is_contiguous() else order(tensor))
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:
         """The gradient, in the order that it had."""
-        known, order = context
+        known, places = context
         found: Tensor = self._inner.decompress(tensor, known)
-        return found if order is None else found.permute([order.index(dimension) for dimension in range(len(order))])
+        return found if places is None else found.permute([places.index(dimension) for dimension in range(len(places))])
 
 
 def _settings(communication: Communication) -> dict[str, str]:

@@ -64,7 +64,7 @@ def prepare(options: dict[str, Any], folder: Path) -> Job:
     chosen = list(rows(config, len(inputs), rank=launch.rank, world_size=launch.world_size))
     seed_all(config.seed, CPU)
     model = models.build(config.model, data.num_classes, data.image_shape)
-    optimizer = build(config, model.parameters())
+    optimizer = build(config, model)
     return Job(config, data, launch, model, optimizer, Clock(model), chosen, inputs, targets, folder, options["ports"])
 
 

@@ -107,7 +107,7 @@ class Turn:
 
     def _start(self) -> tuple[nn.Module, Optimizer, Clock]:
         model = load_model(self.config, self.data, self.backend)
-        return model, build(self.config, model.parameters()), Clock(model)
+        return model, build(self.config, model), Clock(model)
 
 
 def few_to_evaluate(data: Data) -> Data:

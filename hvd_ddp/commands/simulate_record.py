@@ -24,7 +24,7 @@ def record_training(config: TrainConfig) -> Costs:
     with connect("local", device="cpu", threads=config.threads) as backend:
         data = load_data(config.data, config.data_dir, backend, stage=config.stage)
         model = load_model(config, data, backend)
-        trainer = Trainer(config, model, build(config, model.parameters()), data, backend)
+        trainer = Trainer(config, model, build(config, model), data, backend)
         with closing(trainer.feed):
             trainer.feed.start()
             steps = trainer.feed.steps(trainer.place, WARM_UP + COUNTED)

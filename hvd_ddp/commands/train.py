@@ -187,7 +187,7 @@ def train(config: TrainConfig, make: Callable[..., Trainer] | None = None, *, on
         with backend.meeting.pulse.long_work("building the model"):
             model = load_model(config, data, backend)
             with importing():
-                optimizer = build(config, model.parameters())  # imports torch._dynamo: some 900 files
+                optimizer = build(config, model)  # imports torch._dynamo: some 900 files
         trainer = (make or Trainer)(config, model, optimizer, data, backend)
         if only_try:
             from hvd_ddp.commands.dry_run import dry_run

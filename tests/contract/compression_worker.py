@@ -94,7 +94,7 @@ def trained(backend: Backend, folder: Path, **changes: object) -> dict[str, obje
     data = load("digits")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    return Trainer(config, model, build(config, model.parameters()), data, backend).fit()
+    return Trainer(config, model, build(config, model), data, backend).fit()
 
 
 def compressions(out: Path, backend: str, transport: str, forms: list[str]) -> dict[str, object]:

@@ -64,7 +64,7 @@ def trainer(name: str, backend: Backend, out: Path, **changes: object) -> Traine
     if backend.is_main:
         out.mkdir(parents=True, exist_ok=True)
         torch.save(model.state_dict(), out / f"{name}.first.pt")
-    return Trainer(config, model, build(config, model.parameters()), data(num_samples), backend)
+    return Trainer(config, model, build(config, model), data(num_samples), backend)
 
 
 def main() -> None:
