@@ -22,7 +22,7 @@ def backend_on(device: str, *, asked_for: bool, monkeypatch: pytest.MonkeyPatch,
     """The local backend, set up where torch sees so many GPUs."""
     with connect("local" if asked_for else "auto", device="cpu") as first:
         backend = LocalBackend(first.meeting, transport="none", device=torch.device(device), timeout=1.0)
-        backend.why = first.why
+        backend.why, backend.asked_for = first.why, first.asked_for
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     backend.setup()
     return backend

@@ -56,7 +56,7 @@ def connect(
     import torch
 
     launch = detect()
-    chosen, why = auto(launch) if backend == "auto" else (backend, None)
+    chosen, why = auto(launch) if backend == "auto" else (backend, "asked for")
     error = None
     try:
         cls = _load(chosen)
@@ -68,7 +68,7 @@ def connect(
     meeting = meet(launch, directory=directory, start_timeout=start_timeout, error=error)
     torch.set_num_threads(meeting.cores if threads == "auto" else threads)
     result = cls(meeting, transport=carrier, device=where, timeout=timeout, communication=communication)
-    result.why = why or result.why
+    result.why, result.asked_for = why, backend != "auto"
     return result
 
 

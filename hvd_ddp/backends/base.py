@@ -21,7 +21,6 @@ from hvd_ddp.job.rendezvous import Meeting
 
 Op = Literal["sum", "max", "min"]
 T = TypeVar("T")
-ASKED_FOR = "asked for"  # why this backend: the user named it
 PIECE = 1 << 26  # bytes that broadcast_bytes moves at a time
 
 
@@ -48,7 +47,7 @@ class Backend(ABC):
         self.transport, self.device, self.timeout = transport, device, timeout
         self.communication = communication
         self.is_main = meeting.launch.rank == 0
-        self.why = ASKED_FOR  # for the banner: why this backend
+        self.why, self.asked_for = "asked for", True  # why this backend, for the banner; whether the user named it
         meeting.lost_a_peer = self.lost_a_peer
 
     @classmethod

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvd_ddp.backends.base import ASKED_FOR, Backend, Op
+from hvd_ddp.backends.base import Backend, Op
 from hvd_ddp.backends.gradients import AllUsed, FindUnused
 from hvd_ddp.config import Communication
 from hvd_ddp.errors import HvdDDPError
@@ -47,10 +47,10 @@ class LocalBackend(Backend):
 
     def setup(self) -> None:
         """Nothing to join: see how many GPUs there are."""
-        if self.why == ASKED_FOR and self.device.type == "cuda" and (gpus := torch.cuda.device_count()) > 1:
+        if self.asked_for and self.device.type == "cuda" and (gpus := torch.cuda.device_count()) > 1:
             self._gpus = gpus
             self.why = (
-                f"{ASKED_FOR}: DataParallel over {gpus} GPUs. Prefer DDP (--nproc {gpus}): a process a GPU, where this "
+                f"asked for: DataParallel over {gpus} GPUs. Prefer DDP (--nproc {gpus}): a process a GPU, where this "
                 "is threads of one, which wait for each other and copy the model in every step"
             )
 
