@@ -9,8 +9,8 @@ from collections.abc import Iterator
 def importing() -> Iterator[None]:
     """For the imports of torch and torch._dynamo, in a process that is ours alone.
 
-    They make some hundred thousand objects that stay. Python would look among them for garbage again and again: 0.7 s
-    of the 2.8 s that both take. So it looks at none of them, now or later.
+    They make some hundred thousand objects that stay. Python would look among them for garbage again and again. So
+    it looks at none of them, now or later.
     """
     gc.disable()
     try:
