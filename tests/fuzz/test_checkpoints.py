@@ -42,7 +42,7 @@ def trainer(directory: Path, **options: Any) -> Trainer:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     config = TrainConfig(**{**CONFIG, "run_dir": directory, **options})
-    return Trainer(config, model, build(config, model.parameters()), data(), backend())
+    return Trainer(config, model, build(config, model), data(), backend())
 
 
 @functools.cache
