@@ -145,7 +145,7 @@ class StopsIn(Small):
         def then_stop(pulse: Pulse, where: str) -> None:
             come_to(pulse, where)
             if where == phase and pulse.step >= 4 and not Path("fault").exists():
-                time.sleep(0.5)
+                time.sleep(1.5)  # more than a beat
                 Path("fault").write_text(str(time.time()))
                 os.kill(os.getpid(), signal.SIGSTOP)
 

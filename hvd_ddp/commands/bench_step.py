@@ -30,7 +30,7 @@ class Options:
     is the mean over the pairs, with its 95 % interval.
 
     With --guards instead the trainer with and without what guards a run: heartbeats, checks of the replicas at their
-    default, and a save in the background in each turn. These are turns of one training, which has them on and off.
+    default, and a save in the background in each turn. These are blocks of one training, which has them on and off.
     """
 
     nproc: int = 2

@@ -40,15 +40,43 @@ class Clock:
         """A step begins."""
         self.times.append(time.perf_counter())
 
-    def steps_per_second(self, steps: int, turn: int = 0) -> float:
-        """In this turn of so many steps after the warm-up."""
-        first = WARM_UP + turn * steps
-        return steps / (self.times[first + steps] - self.times[first])
+    def steps_per_second(self, steps: int) -> float:
+        """In so many steps after the warm-up."""
+        return steps / (self.times[WARM_UP + steps] - self.times[WARM_UP])
 
 
-def on(turn: int) -> bool:
-    """Whether the guards are on in this turn: on, off, off, on, so that a drift of the machine's speed is shared."""
-    return turn % 4 in (0, 3)
+class Blocks:
+    """When the guards of a training are on, whose pairs have so many `steps` with them and as many without.
+
+    Blocks of some fifty steps go on, off, off, on: a drift of the machine's speed is shared within a second or two.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._num = steps, max(1, steps // 50)
+
+    def on(self, step: int) -> bool:
+        """Whether they are in this step, from 0."""
+        return self._block(step) % 4 in (0, 3)
+
+    def saves(self, step: int) -> bool:
+        """Whether this is the step of its pair that is followed by a save."""
+        first = -(-self._block(step) * self._steps // self._num)
+        third = self._steps // self._num // 3
+        return self.on(step) and self._block(step) % (2 * self._num) <= 1 and step == first + third
+
+    def speeds(self, times: list[float], repeats: int) -> tuple[list[float], list[float]]:
+        """Steps a second with them and without, of as many pairs; `times` in s: when each step began, and the end."""
+        speeds: tuple[list[float], list[float]] = ([], [])
+        for number in range(repeats):
+            seconds = [0.0, 0.0]
+            for step in range(2 * self._steps * number, 2 * self._steps * (number + 1)):
+                seconds[not self.on(step)] += times[step + 1] - times[step]
+            for found, took in zip(speeds, seconds, strict=True):
+                found.append(self._steps / took)
+        return speeds
+
+    def _block(self, step: int) -> int:
+        return step * self._num // self._steps
 
 
 class Turn:
@@ -68,18 +96,18 @@ class Turn:
     def guards(self, repeats: int) -> tuple[list[float], list[float]]:
         """Steps a second of as many turns with heartbeats, checks of the replicas and a save, and of as many without.
 
-        All are turns of one training, so that memory lies where it lies in both.
+        All are blocks of one training, so that memory lies where it lies in both.
         """
-        beat, steps = self.line.on_beat, self.steps
-        guarded = replace(self.config, max_steps=WARM_UP + 2 * repeats * steps + 1)
+        beat, blocks = self.line.on_beat, Blocks(self.steps)
+        guarded = replace(self.config, max_steps=WARM_UP + 2 * repeats * self.steps + 1)
         saving, unguarded = replace(guarded, save_every=1), replace(guarded, check_replicas=0)
         model, optimizer, clock = self._start()
         trainer = Trainer(guarded, model, optimizer, self.data, self.backend)
 
         def switch() -> None:
-            turn, step = divmod(max(trainer.step - WARM_UP, 0), steps)
-            if on(turn):
-                trainer.config, self.line.on_beat = saving if step == steps // 3 else guarded, beat
+            step = max(trainer.step - WARM_UP, 0)
+            if blocks.on(step):
+                trainer.config, self.line.on_beat = saving if blocks.saves(step) else guarded, beat
             else:
                 trainer.config, self.line.on_beat = unguarded, lambda: None
 
@@ -89,11 +117,7 @@ class Turn:
                 trainer.fit()
         finally:
             self.line.on_beat = beat
-        speeds = [clock.steps_per_second(steps, turn) for turn in range(2 * repeats)]
-        return (
-            [speed for turn, speed in enumerate(speeds) if on(turn)],
-            [speed for turn, speed in enumerate(speeds) if not on(turn)],
-        )
+        return blocks.speeds(clock.times[WARM_UP:], repeats)
 
     def bare(self, loop: Callable[..., None]) -> float:
         """Steps a second of a loop by hand, whose samples are numbers in memory already."""

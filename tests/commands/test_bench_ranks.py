@@ -111,6 +111,26 @@ def test_turns_with_guards_and_without(tmp_path: Path, monkeypatch: pytest.Monke
     assert beating[1:] == [True] * 26 + [False] * 12 + [True] * 6
 
 
+@pytest.mark.parametrize("steps", [6, 49, 100, 130, 150, 1000])
+def test_the_blocks_of_guarded_steps(steps: int) -> None:
+    """A pair has as many with as without, and one save, in a guarded step."""
+    blocks = bench_turn.Blocks(steps)
+    for pair in range(3):
+        numbers = range(2 * steps * pair, 2 * steps * (pair + 1))
+        assert sum(map(blocks.on, numbers)) == pytest.approx(steps, abs=1)
+        [saved] = filter(blocks.saves, numbers)
+        assert blocks.on(saved) and blocks.on(saved + 1) and blocks.on(saved + steps // max(1, steps // 50) // 2 - 1)
+
+
+def test_speeds_with_guards_and_without() -> None:
+    """A guarded step takes 2 s, and each of them by and by 0.1 s more: the drift is no difference."""
+    blocks, times = bench_turn.Blocks(200), [0.0]
+    for step in range(800):
+        times.append(times[-1] + (2.0 if blocks.on(step) else 1.0) + 0.1 * step)
+    guarded, unguarded = blocks.speeds(times, 2)
+    assert [1 / a - 1 / b for a, b in zip(guarded, unguarded, strict=True)] == pytest.approx([1.0, 1.0])
+
+
 def test_step_with_a_compression_that_one_backend_has_not(tmp_path: Path) -> None:
     result = bench("step", *SHORT, "--transport", "gloo", "--compression", "bf16", launcher="torchrun", cwd=tmp_path)
     assert "hvd_ddp, ddp gloo" in result.out and "horovod" not in result.out

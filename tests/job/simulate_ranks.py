@@ -25,17 +25,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from hvd_ddp.job.handshake import Connection
+from hvd_ddp.job.health import beat_interval
 from hvd_ddp.job.judge import Judge
 from hvd_ddp.job.line import Line, _Peer
 from hvd_ddp.job.pulse import Place
 
 TIMEOUT = 300.0
 TOKEN = b"t" * 32
-
-
-def interval(num_ranks: int) -> float:
-    """As hvd_ddp.job.health."""
-    return min(5.0, TIMEOUT / 10, max(0.1, num_ranks / 250))
 
 
 def others(ends: list[socket.socket], seconds: float, report: int) -> None:
@@ -58,7 +54,7 @@ def others(ends: list[socket.socket], seconds: float, report: int) -> None:
             beating.cancel()
 
     async def beat(rank: int, peer: _Peer) -> None:
-        every, moves = interval(len(ends) + 1), 0
+        every, moves = beat_interval(len(ends) + 1, TIMEOUT), 0
         await asyncio.sleep(every * rank / len(ends))
         while True:
             moves += 17
@@ -115,16 +111,16 @@ def simulate(num_ranks: int, seconds: float) -> dict[str, Any]:
         looks.append(time.thread_time() - began)
 
     line.on_beat = tick
-    line.start(beat=interval(num_ranks))
-    time.sleep(min(seconds, interval(num_ranks) + 1))  # the first round opens the connections
+    line.start(beat=beat_interval(num_ranks, TIMEOUT))
+    time.sleep(min(seconds, beat_interval(num_ranks, TIMEOUT) + 1))  # the first round opens the connections
     began, used = time.monotonic(), time.process_time()
-    time.sleep(max(0.1, seconds - interval(num_ranks) - 3))
+    time.sleep(max(0.1, seconds - beat_interval(num_ranks, TIMEOUT) - 3))
     share = (time.process_time() - used) / (time.monotonic() - began)
     with os.fdopen(reader, "rb") as pipe:
         answer = json.loads(pipe.read() or b"{}")
     os.waitpid(child, 0)
     line.close()
-    return {"ranks": num_ranks, "beat_every": interval(num_ranks), "share_of_a_core": share,
+    return {"ranks": num_ranks, "beat_every": beat_interval(num_ranks, TIMEOUT), "share_of_a_core": share,
             "verdict": verdicts[0]["rank"] if verdicts else None, **answer}  # fmt: skip
 
 
