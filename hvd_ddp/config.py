@@ -155,7 +155,7 @@ class TrainConfig:
     bucket_mb: float | None = free(None)
     """MiB of gradients that DDP sends at once. None: torch's choice, 25 after a first one of 1."""
     fusion_mb: float | None = free(None)
-    """MiB of gradients that Horovod sends at once; 0: each by itself. None: Horovod's choice, 128."""
+    """MiB of gradients that Horovod sends at once; 0: each by itself. None: 25."""
     cycle_ms: float | None = free(None)
     """Milliseconds between two looks of Horovod at which gradients are ready. None: Horovod's choice, 1."""
     autotune: bool = free(False)

@@ -13,23 +13,28 @@ from torch.optim import Optimizer
 
 from hvd_ddp.backends import mpi
 from hvd_ddp.backends.base import Backend, Op
+from hvd_ddp.backends.buckets import SIZE, Buckets
 from hvd_ddp.backends.gradients import AllUsed, FindUnused
 from hvd_ddp.backends.horovod_gloo import GlooServer
 from hvd_ddp.config import Communication
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.horovod_build.record import check_build
 from hvd_ddp.job.launch import Launch, export, variables
-from hvd_ddp.layout import as_it_lies, order
+from hvd_ddp.layout import as_it_lies
 
 REMEDY = "Run `python -m hvd_ddp install-horovod`, or use --backend ddp."
 
 
 class HorovodBackend(Backend):
-    """Gradients are averaged tensor by tensor from hooks in backward, fused by Horovod's own thread."""
+    """Gradients are averaged in buckets while backward still runs, by Horovod's own thread.
+
+    Not by its DistributedOptimizer: that hands over each tensor by itself, which Horovod copies together and back again
+    in every step, and scales in a pass of its own.
+    """
 
     name = "horovod"
     changes_transport = False  # aborts in its C++ side when it is initialised over MPI after Gloo
-    _setups = 0
+    _setups = _prepared = 0
     _server: GlooServer | None = None
 
     @classmethod
@@ -142,28 +147,35 @@ class HorovodBackend(Backend):
         hvd.broadcast_parameters({name: as_it_lies(tensor.detach()) for name, tensor in tensors.items()}, root_rank=0)
         # No broadcast_optimizer_state: on a fresh optimizer it takes a step with zero gradients, so that weight decay
         # moves the weights. A fresh optimizer has no state; what a checkpoint brings is loaded after this.
-        half = self.communication.compression == "fp16"
-        wrapped = hvd.DistributedOptimizer(
-            optimizer,
-            named_parameters=model.named_parameters(),
-            compression=AsItLies(hvd.Compression.fp16 if half else hvd.Compression.none),
-            backward_passes_per_step=accumulate,
-            op=hvd.Average,
-            gradient_predivide_factor=self.launch.world_size if half else 1.0,  # so that sums overflow no earlier
+        told = self.communication
+        most = SIZE if told.fusion_mb is None else told.fusion_mb
+        HorovodBackend._prepared += 1  # two models may be under way at once, and Horovod tells tensors by their names
+        self._buckets = buckets = Buckets(
+            model,
+            lambda tensor, name: hvd.allreduce_async_(tensor, op=hvd.Adasum if told.adasum else hvd.Sum, name=name),
+            hvd.synchronize,
+            name=f"hvd_ddp.gradients.{HorovodBackend._prepared}",
+            scale=1.0 if told.adasum else 1.0 / self.launch.world_size,  # before the sum, which overflows no earlier
+            mebibytes=0.0 if told.adasum else most,  # Adasum combines layer by layer
+            dtype=torch.float16 if told.compression == "fp16" else None,
         )
-        if self.communication.adasum:
-            # Horovod's own optimizer for it steps from within backward: no norm could be clipped, no step skipped,
-            # and each rank would have a momentum of its own. Of gradients it is the same sum.
-            wrapped.op = hvd.Adasum
-        return model, wrapped
+        optimizer.register_step_pre_hook(lambda *_: buckets.finish() if buckets.begun else None)
+        return model, optimizer
+
+    @contextmanager
+    def no_sync(self, wrapped: nn.Module) -> Iterator[None]:
+        self._buckets.paused = True
+        try:
+            yield
+        finally:
+            self._buckets.paused = False
 
     @contextmanager
     def synchronize(self, optimizer: Optimizer) -> Iterator[None]:
         self._gradients.before()
-        optimizer.synchronize()  # type: ignore[attr-defined]
+        self._buckets.finish()
         self._gradients.after()
-        with optimizer.skip_synchronize():  # type: ignore[attr-defined]
-            yield
+        yield
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         hvd = self._hvd
@@ -173,24 +185,6 @@ class HorovodBackend(Backend):
 
     def all_reduce_(self, tensor: Tensor) -> None:
         self._hvd.allreduce_(tensor, op=self._hvd.Sum, name="hvd_ddp.in_place")
-
-
-class AsItLies:
-    """One of Horovod's compressions, of gradients that may have their channels last, for it takes no such tensors."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """What is sent, and what `decompress` has to know."""
-        sent, known = self._inner.compress(as_it_lies(tensor))
-        return sent, (known, None if tensor.is_contiguous() else order(tensor))
-
-    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
-        """The gradient, in the order that it had."""
-        known, places = context
-        found: Tensor = self._inner.decompress(tensor, known)
-        return found if places is None else found.permute([places.index(dimension) for dimension in range(len(places))])
 
 
 def _settings(communication: Communication) -> dict[str, str]:

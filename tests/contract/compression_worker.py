@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -141,7 +142,7 @@ def knobs(out: Path) -> dict[str, object]:
             timeline = Path(os.environ["HOROVOD_TIMELINE"]).read_text()
             seen[name] = {
                 "seconds": statistics.median(seconds),
-                "fused": "MEMCPY_IN_FUSION_BUFFER" in timeline,
+                "buckets": len(set(re.findall(r"hvd_ddp\.gradients\.\d+\.\d+", timeline))),
                 "reduced": "ALLREDUCE" in timeline,
                 "tuned": Path(os.environ["HOROVOD_AUTOTUNE_LOG"]).exists(),
                 "left": [name for name in os.environ if name in ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")],
