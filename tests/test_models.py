@@ -12,7 +12,7 @@ from hvd_ddp.backends.base import Backend
 from hvd_ddp.backends.sync_bn import SyncBatchNorm, synchronized
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.job.launch import Launch
-from hvd_ddp.models import build
+from hvd_ddp.models import Pool, build
 
 NAMES = vision.list_models(module=vision)
 TRIED = [name for name in NAMES if "regnet" not in name or "400mf" in name]  # these compute as they are built
@@ -114,3 +114,17 @@ def test_sync_bn_on_one_rank_is_batchnorm(shape: tuple[int, ...], momentum: floa
     torch.testing.assert_close(plain.eval()(x), ours.eval()(x))
     with pytest.raises(ValueError, match="expected"):
         ours(torch.zeros(4))
+
+
+@pytest.mark.parametrize("size", [(8, 8), (8, 16), (32, 24), (28, 28), (4, 8), (9, 8)])
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_our_pooling_is_torchs_bit_for_bit(size: tuple[int, int], form: torch.memory_format) -> None:
+    seen = []
+    for pool in (Pool(8), nn.AdaptiveAvgPool2d(8)):
+        torch.manual_seed(0)
+        images = torch.randn(3, 5, *size).to(memory_format=form).requires_grad_()
+        pooled = pool(images)
+        (pooled * torch.randn(3, 5, 8, 8)).sum().backward()
+        seen.append((pooled, images.grad))
+    (ours, our_gradient), (theirs, their_gradient) = seen
+    assert torch.equal(ours, theirs) and torch.equal(our_gradient, their_gradient)

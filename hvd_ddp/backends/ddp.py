@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from hvd_ddp.backends import mpi, mpi_group
 from hvd_ddp.backends.base import Backend, Op
+from hvd_ddp.backends.buckets import SIZE
 from hvd_ddp.backends.compression import check_powersgd, compression
 from hvd_ddp.backends.gradients import AllUsed, FindUnused
 from hvd_ddp.config import Communication
@@ -109,7 +110,7 @@ class DDPBackend(Backend):
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,  # saves a copy of all gradients, the second of two
-            **_bucket_size(self.communication.bucket_mb),
+            **_bucket_size(self.communication.bucket_mb, self.device),
             **_no_buffers_in_forward(),
         )
         self._compression = compression(self.communication.compression)
@@ -163,8 +164,11 @@ def _fastest(launch: Launch, device: torch.device) -> str:
     return "mpi" if device.type == "cpu" and mpi.started_by_ours(launch) else "gloo"
 
 
-def _bucket_size(mebibytes: float | None) -> dict[str, Any]:
-    return {} if mebibytes is None else {"bucket_cap_mb": mebibytes}
+def _bucket_size(mebibytes: float | None, device: torch.device) -> dict[str, Any]:
+    """On CPUs no small first one, which torch has by default: who computes waits for whoever sends it early."""
+    if mebibytes is None:
+        return {} if device.type == "cuda" else {"bucket_cap_mb": SIZE}
+    return {"bucket_cap_mb": mebibytes}
 
 
 def _no_buffers_in_forward() -> dict[str, Any]:
