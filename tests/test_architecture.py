@@ -15,6 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"errors", "config", "durable", "outside", "recipes", "layout"},
     {"job", "horovod_build"},
+    {"heap"},
     {"backends"},
     {
         "data",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from hvd_ddp.backends import mpi
 from hvd_ddp.config import PLAIN, BackendName, Communication, DeviceName, TransportName
 from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.heap import keep_freed_memory
 from hvd_ddp.job.launch import Launch, detect
 from hvd_ddp.job.rendezvous import meet
 
@@ -50,8 +51,8 @@ def connect(
     """Meet the other ranks of this job and return a backend to be used as `with connect() as backend:`.
 
     `directory` is where ranks that have no other way leave a short-lived file to find each other; `start_timeout` and
-    `timeout` are seconds; `communication` is how gradients move. Sets torch's number of threads. Raises HvdDDPError,
-    the same on every rank.
+    `timeout` are seconds; `communication` is how gradients move. Sets torch's number of threads and, on CPUs, how
+    malloc keeps memory. Raises HvdDDPError, the same on every rank.
     """
     import torch
 
@@ -67,6 +68,8 @@ def connect(
         error = str(problem)
     meeting = meet(launch, directory=directory, start_timeout=start_timeout, error=error)
     torch.set_num_threads(meeting.cores if threads == "auto" else threads)
+    if where.type == "cpu":
+        keep_freed_memory()
     result = cls(meeting, transport=carrier, device=where, timeout=timeout, communication=communication)
     result.why, result.asked_for = why, backend != "auto"
     return result
