@@ -110,7 +110,7 @@ class DDPBackend(Backend):
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,  # saves a copy of all gradients, the second of two
-            **_bucket_size(self.communication.bucket_mb, self.device),
+            **_bucket_size(self.communication.bucket_mb, self.transport),
             **_no_buffers_in_forward(),
         )
         self._compression = compression(self.communication.compression)
@@ -164,10 +164,10 @@ def _fastest(launch: Launch, device: torch.device) -> str:
     return "mpi" if device.type == "cpu" and mpi.started_by_ours(launch) else "gloo"
 
 
-def _bucket_size(mebibytes: float | None, device: torch.device) -> dict[str, Any]:
-    """On CPUs no small first one, which torch has by default: who computes waits for whoever sends it early."""
+def _bucket_size(mebibytes: float | None, transport: str) -> dict[str, Any]:
+    """Over MPI no small first one, which torch has by default: who computes waits for whoever sends it early."""
     if mebibytes is None:
-        return {} if device.type == "cuda" else {"bucket_cap_mb": SIZE}
+        return {"bucket_cap_mb": SIZE} if transport == "mpi" else {}
     return {"bucket_cap_mb": mebibytes}
 
 
