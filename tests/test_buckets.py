@@ -1,6 +1,7 @@
 """Buckets of gradients, against the gradients of a model that has none. Three ranks that have the same data add up."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,8 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hvd_ddp import Communication
 from hvd_ddp.backends.buckets import Buckets
+from hvd_ddp.backends.horovod import HorovodBackend
 from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.job.launch import Launch
 
 RANKS = 3
 
@@ -167,3 +171,27 @@ def test_names_and_places() -> None:
     first = min(gradient.data_ptr() for gradient in gradients(ours))
     assert all((gradient.data_ptr() - first) % 64 == 0 for gradient in gradients(ours))
     assert sums.sent[0][0] == "mine.0"
+
+
+def test_a_step_outside_of_synchronize_waits_for_them() -> None:
+    """Else it would go by gradients that are still on their way."""
+    backend = HorovodBackend.__new__(HorovodBackend)
+    backend.launch, backend.communication = Launch("mpirun", world_size=RANKS), Communication()
+    sums = Sums()
+    backend._hvd = SimpleNamespace(
+        broadcast_parameters=lambda *_, **__: None,
+        allreduce_async_=lambda tensor, op, name: sums.start(tensor, name),
+        synchronize=sums.finish,
+        Sum="sum",
+    )
+    plain, ours = network().double(), network().double()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, ours)]
+    wrapped, mine = backend.prepare(ours, optimizers[1])
+    assert wrapped is ours and mine is optimizers[1]
+    for _ in range(2):
+        for model, optimizer in zip((plain, ours), optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+    for wanted, found in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
