@@ -153,7 +153,7 @@ class TrainConfig:
     """Combine gradients by Horovod's Adasum, between sum and average as they point apart or together, instead of
     averaging. Over MPI on 2, 4, 8, ... ranks."""
     bucket_mb: float | None = free(None)
-    """MiB of gradients that DDP sends at once. None: 25, with a first one of 1 but over MPI."""
+    """MiB of gradients that DDP sends at once. None: 25, the first one 1 unless it goes over MPI."""
     fusion_mb: float | None = free(None)
     """MiB of gradients that Horovod sends at once; 0: each by itself. None: 25."""
     cycle_ms: float | None = free(None)

@@ -13,8 +13,8 @@ THE_USERS = ("GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MA
 def keep_freed_memory() -> None:
     """Have glibc's malloc reuse what is freed, where it would give large pieces back to the kernel.
 
-    The kernel zeroes each page of what it hands out anew, in every step: a third of a step's time where activations are
-    large. What it costs is the room between pieces of unlike sizes. What the environment says of this holds; other
+    The kernel zeroes each page of what it hands out anew, in every step, which shows where activations are large. What
+    it costs is the room between pieces of unlike sizes. What the environment says of this holds; other
     mallocs have other ways.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

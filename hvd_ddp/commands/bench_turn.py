@@ -68,11 +68,12 @@ class Blocks:
         """Steps a second with them and without, of as many pairs; `times` in s: when each step began, and the end."""
         speeds: tuple[list[float], list[float]] = ([], [])
         for number in range(repeats):
-            seconds = [0.0, 0.0]
+            seconds, nums = [0.0, 0.0], [0, 0]
             for step in range(2 * self._steps * number, 2 * self._steps * (number + 1)):
                 seconds[not self.on(step)] += times[step + 1] - times[step]
-            for found, took in zip(speeds, seconds, strict=True):
-                found.append(self._steps / took)
+                nums[not self.on(step)] += 1
+            for found, num, took in zip(speeds, nums, seconds, strict=True):
+                found.append(num / took)
         return speeds
 
     def _block(self, step: int) -> int:

@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from hvd_ddp.commands.bench_peers import CLOSE, Measured, free_ports, missing, refuse_another_training
 from hvd_ddp.commands.peers import PEERS
-from hvd_ddp.commands.peers.convnet import SIDE, averages, put_back, weights
+from hvd_ddp.commands.peers.convnet import averages, put_back, weights
 from hvd_ddp.job.spawn import command as spawned
-from hvd_ddp.models import ConvNet, build
+from hvd_ddp.models import SIDE, ConvNet, build
 from hvd_ddp.seeding import seed_all
 
 STEPS = 3

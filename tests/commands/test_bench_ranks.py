@@ -122,6 +122,12 @@ def test_the_blocks_of_guarded_steps(steps: int) -> None:
         assert blocks.on(saved) and blocks.on(saved + 1) and blocks.on(saved + steps // max(1, steps // 50) // 2 - 1)
 
 
+def test_speeds_where_the_steps_do_not_divide() -> None:
+    """A pair of 171 has a guarded step more or less than the other kind: all take 1 s."""
+    guarded, unguarded = bench_turn.Blocks(171).speeds([float(step) for step in range(4 * 171 + 1)], 2)
+    assert guarded + unguarded == pytest.approx([1.0] * 4)
+
+
 def test_speeds_with_guards_and_without() -> None:
     """A guarded step takes 2 s, and each of them by and by 0.1 s more: the drift is no difference."""
     blocks, times = bench_turn.Blocks(200), [0.0]

@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-SIDE = 8  # pixels, after the pooling
+from hvd_ddp.models import SIDE
+
 FLAT = "classifier.0.weight"  # of the layer after flattening: its inputs come in another order
 Array = NDArray[np.float32]
 

@@ -11,7 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hvd_ddp.commands.bench_turn import WARM_UP
 from hvd_ddp.commands.peers import Job
-from hvd_ddp.commands.peers.convnet import SIDE, averages, put_back, weights
+from hvd_ddp.commands.peers.convnet import averages, put_back, weights
+from hvd_ddp.models import SIDE
 
 
 def train(job: Job) -> None:

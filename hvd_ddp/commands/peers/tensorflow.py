@@ -7,7 +7,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_ddp.commands.peers import Job
-from hvd_ddp.commands.peers.convnet import SIDE, averages, put_back, weights
+from hvd_ddp.commands.peers.convnet import averages, put_back, weights
+from hvd_ddp.models import SIDE
 
 
 def train(job: Job) -> None:
