@@ -127,6 +127,12 @@ def test_budgets() -> None:
     assert {str(path): count for path, count in lines.items() if count > 300} == {}
 
 
+def test_no_two_files_of_tests_share_a_name() -> None:
+    """pytest imports them by name alone, so that with two of one name a whole run ends before its first test."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name.startswith("test_")]
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
 def test_functions_are_short() -> None:
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
