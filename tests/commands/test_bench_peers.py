@@ -34,18 +34,21 @@ def trained(file: str, folder: Path, *, data: str = "digits", global_batch: int 
     folder.mkdir()
     options = {"data": data, "data_dir": None, "global_batch": global_batch, "steps": STEPS, "ports": free_ports(2)}
     (folder / "options.json").write_text(json.dumps(options))
-    result = run(spawned(2, "hvd_ddp", ["bench", "peers", "rank", file, str(folder)]), cwd=folder, timeout=200)
+    program = ["bench", "peers", "rank", file, str(folder)]
+    by_mpirun = command("mpirun", 2, ["-m", "hvd_ddp", *program])
+    result = run(by_mpirun if PEERS[file].by_mpirun else spawned(2, "hvd_ddp", program), cwd=folder, timeout=200)
     assert result.code == 0, result.text[-4000:]
     assert json.loads((folder / "result.json").read_text())["steps_per_second"] > 0
     state: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
     return state
 
 
-LONG = [(file, data) for file in list(PEERS)[1:] for data in ("digits", "synthetic:1x12x12:10:400")]
+CELLS = [(file, data) for file in list(PEERS)[1:] for data in ("digits", "synthetic:1x12x12:10:400")]
+SHORT = [("by_hand", "digits"), ("ours_over_mpi", "digits")]
 
 
 @pytest.mark.parametrize(
-    ("file", "data"), [("by_hand", "digits"), *(pytest.param(*cell, marks=pytest.mark.full) for cell in LONG[1:])]
+    ("file", "data"), [pytest.param(*cell, marks=[] if cell in SHORT else pytest.mark.full) for cell in CELLS]
 )
 def test_each_does_the_same_training(file: str, data: str, tmp_path: Path) -> None:
     """Its weights after 24 steps are ours, but for the order of sums. 12 pixels are pooled to 8, 8 are not."""
@@ -63,13 +66,16 @@ def test_each_does_the_same_training(file: str, data: str, tmp_path: Path) -> No
 def test_what_is_here_and_what_is_not(tmp_path: Path) -> None:
     said = json.loads(bench("--json", "--steps", "3", "--repeats", "2", cwd=tmp_path).out)
     names = [row["name"] for row in said["rows"]]
-    assert names[:2] == ["hvd_ddp", "DDP by hand"]
+    assert names[:3] == ["hvd_ddp", "hvd_ddp over MPI", "DDP by hand"]
     assert sorted([*names, *said["missing"]]) == sorted(peer.name for peer in PEERS.values())
     for row in said["rows"]:
         assert len(row["repeats"]) == 2 and row["steps_per_second"] == statistics.median(row["repeats"]) > 0
         assert said["losses"][row["name"]] == pytest.approx(said["losses"]["hvd_ddp"], rel=CLOSE)
-    ours, other = (row["repeats"] for row in said["rows"][:2])
-    assert said["ratio_of_ours_to"]["DDP by hand"] == pytest.approx(math.sqrt(ours[0] * ours[1] / other[0] / other[1]))
+    *ours, other = (row["repeats"] for row in said["rows"][:3])
+    for name, own in zip(names, ours, strict=False):
+        wanted = math.sqrt(own[0] * own[1] / other[0] / other[1])
+        assert said["ratios"][name]["DDP by hand"] == pytest.approx(wanted)
+    assert set(said["ratios"]) == set(said["intervals"]) == set(names[:2])
     assert list(tmp_path.iterdir()) == [], "left behind"
 
 
@@ -83,7 +89,7 @@ def test_one_that_fails_is_named_and_the_others_are_kept(tmp_path: Path) -> None
     result = bench(*short, cwd=tmp_path, code=1, PYTHONPATH=f"{ROOT}:{libraries}")
     assert "JAX failed: RuntimeError: built for another processor" in result.err
     names = [row["name"] for row in json.loads(result.out)["rows"]]
-    assert names[:2] == ["hvd_ddp", "DDP by hand"] and "JAX" not in names
+    assert names[2] == "DDP by hand" and "JAX" not in names
 
 
 def test_nothing_to_compare_with(tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ SMALL = ["--min-bytes", "1024", "--max-bytes", "20000", "--repeats", "3"]
 SHORT = ["--steps", "3", "--repeats", "2", "--model", "factories:Small", "--global-batch", "32"]
 
 
-def bench(*arguments: str, launcher: str = "python", cwd: Path) -> Result:
+def bench(*arguments: str, launcher: str = "python", cwd: Path, code: int = 0) -> Result:
     program = ["-m", "hvd_ddp", "bench", *arguments]
     paths = f"{Path(__file__).parents[2]}:{Path(__file__).parents[1]}"
     result = run(command(launcher, 1 if launcher == "python" else 2, program), timeout=150, cwd=cwd, PYTHONPATH=paths)
-    assert result.code == 0, result.text[-4000:]
+    assert result.code == code, result.text[-4000:]
     assert_none_left(str(cwd))
     return result
 
@@ -140,6 +140,17 @@ def test_speeds_with_guards_and_without() -> None:
 def test_step_with_a_compression_that_one_backend_has_not(tmp_path: Path) -> None:
     result = bench("step", *SHORT, "--transport", "gloo", "--compression", "bf16", launcher="torchrun", cwd=tmp_path)
     assert "hvd_ddp, ddp gloo" in result.out and "horovod" not in result.out
+
+
+def test_step_under_one_backend(tmp_path: Path) -> None:
+    said = json.loads(bench("step", "--json", "--backend", "horovod", *SHORT, cwd=tmp_path).out)
+    assert [row["name"] for row in said["rows"]] == ["hvd_ddp, horovod mpi", "bare horovod mpi"]
+    assert said["ratio_to_bare_ddp"] is None and said["ratio_to_bare_horovod"] > 0
+
+
+def test_step_under_one_that_can_not(tmp_path: Path) -> None:
+    result = bench("step", *SHORT, "--backend", "horovod", "--compression", "bf16", cwd=tmp_path, code=2)
+    assert "Horovod sums no bfloat16" in result.err and "Traceback" not in result.err
 
 
 def test_packed_data_is_data_in_memory(tmp_path: Path) -> None:

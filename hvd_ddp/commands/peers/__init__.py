@@ -26,11 +26,13 @@ class Peer(NamedTuple):
 
     name: str
     needs: dict[str, str]
+    by_mpirun: bool = False  # is how its ranks are started
 
 
 # By the file's name.
 PEERS = {
     "ours": Peer("hvd_ddp", {}),
+    "ours_over_mpi": Peer("hvd_ddp over MPI", {"mpi4py": "mpi4py"}, by_mpirun=True),
     "by_hand": Peer("DDP by hand", {}),
     "fabric": Peer("Fabric", {"lightning": "lightning"}),
     "lightning": Peer("Lightning", {"lightning": "lightning"}),
@@ -43,7 +45,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What each is given on each rank, which torch's elastic launcher has started.
+    """What each is given on each rank, which torch's elastic launcher has started, or mpirun.
 
     `model` has its first weights and `optimizer` is SGD of its parameters; `inputs` float32 (N, C, H, W), normalised,
     and `targets` int64 (N,) are in memory; `rows` are the numbers of this rank's samples, int64 (n,), a tensor a step.
