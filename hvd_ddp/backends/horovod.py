@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +22,6 @@ from hvd_ddp.horovod_build.record import check_build
 from hvd_ddp.job.launch import Launch, export, variables
 from hvd_ddp.layout import as_it_lies
 
-PAUSE = 50e-6  # seconds between two questions whether a collective has ended
 REMEDY = "Run `python -m hvd_ddp install-horovod`, or use --backend ddp."
 
 
@@ -155,7 +153,7 @@ class HorovodBackend(Backend):
         self._buckets = buckets = Buckets(
             model,
             lambda tensor, name: hvd.allreduce_async_(tensor, op=hvd.Adasum if told.adasum else hvd.Sum, name=name),
-            self._wait,
+            hvd.synchronize,
             name=f"hvd_ddp.gradients.{HorovodBackend._prepared}",
             scale=1.0 if told.adasum else 1.0 / self.launch.world_size,  # before the sum, which overflows no earlier
             mebibytes=0.0 if told.adasum else most,  # Adasum combines layer by layer
@@ -182,21 +180,11 @@ class HorovodBackend(Backend):
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         hvd = self._hvd
         ops = {"sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
-        return self._wait(hvd.allreduce_async(tensor.detach(), op=ops[op], name=f"hvd_ddp.{op}"))
+        result: Tensor = hvd.allreduce(tensor.detach(), op=ops[op], name=f"hvd_ddp.{op}")
+        return result
 
     def all_reduce_(self, tensor: Tensor) -> None:
-        self._wait(self._hvd.allreduce_async_(tensor, op=self._hvd.Sum, name="hvd_ddp.in_place"))
-
-    def _wait(self, handle: int) -> Tensor:
-        """What the collective leaves.
-
-        Horovod's own `synchronize` asks without pause, and so takes half of a core from Horovod's thread, which adds up
-        the numbers, where a rank has one core for both.
-        """
-        while not self._hvd.poll(handle):
-            time.sleep(PAUSE)
-        result: Tensor = self._hvd.synchronize(handle)
-        return result
+        self._hvd.allreduce_(tensor, op=self._hvd.Sum, name="hvd_ddp.in_place")
 
 
 def _settings(communication: Communication) -> dict[str, str]:
