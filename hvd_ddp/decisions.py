@@ -10,9 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvd_ddp.config import TrainConfig
-from hvd_ddp.errors import HvdDDPError
-
-MOST_SKIPPED = 100  # steps in a row, after which --on-nan skip ends: something that no step updates is not finite
 
 
 @dataclass
@@ -42,16 +39,3 @@ class Decisions:
     def to_save(self) -> dict[str, Any]:
         """Plain types for a checkpoint."""
         return asdict(self)
-
-
-def not_finite(ranks: list[int], step: int, skipped: int) -> HvdDDPError:
-    """What to say of a gradient that is not finite, with the ranks whose loss was not."""
-    several = "s" if len(ranks) > 1 else ""
-    whose = f"the loss was not on rank{several} {', '.join(map(str, ranks[:8]))}" if ranks else "all losses were"
-    remedy = "Use a smaller --lr, --clip-norm, or look at the data; --on-nan skip leaves such steps out."
-    if skipped > MOST_SKIPPED:
-        remedy = f"It is number {skipped} in a row: what is broken is not mended by leaving steps out."
-    return HvdDDPError(
-        f"The gradient of step {step} (from 0) is not finite; {whose}. It was not used; all ranks stop. {remedy} The "
-        "same command goes on from the last checkpoint."
-    )

@@ -20,10 +20,11 @@ from hvd_ddp.config import TrainConfig
 from hvd_ddp.data.arrays import Data
 from hvd_ddp.data.feed import Place, Rank, Step, feed
 from hvd_ddp.data.loader import Batch
-from hvd_ddp.decisions import MOST_SKIPPED, Decisions, not_finite
+from hvd_ddp.decisions import Decisions
 from hvd_ddp.ema import Average, NoAverage
 from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.evaluation import evaluate
+from hvd_ddp.finite import Finite
 from hvd_ddp.metrics import Interval
 from hvd_ddp.models import left_alone, move
 from hvd_ddp.optim import clip, learning_rate, load
@@ -62,9 +63,8 @@ class Trainer:
         model = backend.sync_batchnorm(model) if config.sync_bn else model
         self.model = move(model, backend.device, self.precision.dtype, channels_last=config.channels_last)
         self.wrapped, self.optimizer = backend.prepare(
-            self.model, optimizer,
-            accumulate=config.accumulate, find_unused_parameters=config.find_unused_parameters,
-        )  # fmt: skip
+            self.model, optimizer, accumulate=config.accumulate, find_unused_parameters=config.find_unused_parameters
+        )
         if config.compile:
             self.wrapped.compile()
         self.average = NoAverage() if config.ema is None else Average(self.model, config.ema)
@@ -76,8 +76,8 @@ class Trainer:
         self.total_steps = config.max_steps or config.epochs * self.feed.steps_per_epoch
         self._norms = [module for module in self.model.modules() if isinstance(module, _NormBase)]
         self._interval = Interval(backend)
-        self._grad_norm = torch.zeros(())
-        self._skipped = 0  # steps in a row
+        self._finite = Finite(backend, skip=config.on_nan == "skip")
+        self._grad_norm = torch.zeros(())  # of the last step whose norm was asked for
         self._averaged_at = self._saved_at = self._evaluated_at = -1  # steps
         self.decisions = Decisions()
         self._num_samples = 0  # used since the start, by all ranks
@@ -88,10 +88,9 @@ class Trainer:
 
         Its "status" is "finished" or "preempted".
         """
-        num_samples = self.data.num_train
         with (
             closing(self.feed),
-            Run(self.config, self.backend, total_steps=self.total_steps, num_samples=num_samples) as run,
+            Run(self.config, self.backend, total_steps=self.total_steps, num_samples=self.data.num_train) as run,
         ):
             if run.start.finished:
                 run.already_finished()
@@ -102,8 +101,7 @@ class Trainer:
             try_out(self.task, self.model, self.data, self.precision, self.backend)
             run.open()
             if run.start.checkpoint is not None:
-                where = self.place.epoch + self.place.ended
-                run.resumed(step=self.step, epoch=where, best=self.decisions.best)
+                run.resumed(step=self.step, epoch=self.place.epoch + self.place.ended, best=self.decisions.best)
             with self.pulse.long_work("starting loader workers"):
                 self.feed.start()
             self.stop.instead_of_dying()
@@ -116,7 +114,7 @@ class Trainer:
         for step in self._steps(run.trace):
             self.train_step(step.micros, step.window)
             self.place = step.place
-            if self.step % self.config.log_every == 0 or self.step == self.total_steps:
+            if self._log_due(self.step):
                 self._log(run)
             if self._evaluation_due():
                 results = self._evaluate(run)
@@ -137,8 +135,7 @@ class Trainer:
 
     def train_step(self, micros: list[Batch], window: int) -> None:
         """One optimizer step: this rank's micro-batches of a global batch of `window` samples over all ranks."""
-        backend, world_size = self.backend, self.backend.launch.world_size
-        pulse = self.pulse
+        backend, pulse, world_size = self.backend, self.pulse, self.backend.launch.world_size
         seed_step(self.config.seed, self.step, backend.launch.rank, backend.device)  # dropout: no state to restore
         rate = learning_rate(
             self.config, self.updates,
@@ -159,10 +156,11 @@ class Trainer:
         with backend.synchronize(self.optimizer):
             pulse.at("updating parameters")
             self.precision.unscale(self.optimizer)
-            self._grad_norm = clip(self.model.parameters(), self.config.clip_norm)
             if self._may_update(total):
                 self.updates += self.precision.step(self.optimizer)
                 self._interval.step(total, micros)
+            else:
+                self._interval.skipped()
         self.average.update(self.updates)
         self.optimizer.zero_grad()
         self.step += 1
@@ -177,16 +175,14 @@ class Trainer:
         return losses if batch.num_samples else losses * 0
 
     def _may_update(self, loss: Tensor) -> bool:
-        """Whether the averaged gradient is finite: the same on every rank. Raises HvdDDPError where it must be."""
-        if self.precision.scaler.is_enabled() or bool(self._grad_norm.isfinite()):
-            self._skipped = 0
+        """Clip the averaged gradient; whether it is finite, where that is asked for: the same on every rank."""
+        asked = self.config.clip_norm is not None or self.config.on_nan == "skip" or self._log_due(self.step + 1)
+        if asked:
+            self._grad_norm = clip(self.model.parameters(), self.config.clip_norm)
+        if self.precision.scaler.is_enabled():  # it looks itself
             return True
-        self._skipped += 1
-        self._interval.skipped()
-        known = self.backend.all_gather_object(bool(loss.isfinite()))
-        if self.config.on_nan == "stop" or self._skipped > MOST_SKIPPED:
-            raise not_finite([rank for rank, finite in enumerate(known) if not finite], self.step, self._skipped)
-        return False
+        self._finite.stepped(self.step, loss)
+        return not asked or self._finite.look(self._grad_norm)
 
     def evaluate(self) -> dict[str, float]:
         """Means over the evaluation set, each sample counted once over all ranks, and `num_samples`.
@@ -242,6 +238,9 @@ class Trainer:
         self.pulse.at("loading data")
         return sums
 
+    def _log_due(self, step: int) -> bool:
+        return step % self.config.log_every == 0 or step == self.total_steps
+
     def _save_due(self) -> bool:
         every = self.config.save_every
         due = self.place.ended if every is None else self.step % every == 0
@@ -275,6 +274,7 @@ class Trainer:
 
     def _save(self, run: Run) -> None:
         if self._saved_at != self.step:
+            self._finite.check(self.optimizer, self.step)
             self._average_buffers()
             if self.config.check_replicas:
                 check_replicas(self.backend, self.model, self.optimizer, step=self.step, buffers=True)

@@ -29,6 +29,7 @@ LAYERS = [
         "seeding",
         "snapshot",
         "decisions",
+        "finite",
         "history",
         "anatomy",
         "costs",

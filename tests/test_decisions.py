@@ -8,8 +8,11 @@ import torch
 from launchers import ROOT, Result, command, run
 from rundir import different, newest, rows, summary, tensors
 
+from hvd_ddp.backends import connect
 from hvd_ddp.config import TrainConfig
 from hvd_ddp.decisions import Decisions
+from hvd_ddp.errors import HvdDDPError
+from hvd_ddp.finite import Finite
 
 STEPS = 23  # an epoch of digits
 
@@ -52,7 +55,7 @@ def test_the_best_evaluation() -> None:
 
 def start(launcher: str, folder: Path, *options: str, backend: str = "ddp", fault: str = "none@9") -> Result:
     program = ["-m", "hvd_ddp", "train", "--threads", "1", "--model", "factories:Small", "--backend", backend,
-               "--run-dir", "run", "--log-every", "1", *options]  # fmt: skip
+               "--run-dir", "run", *options]  # fmt: skip
     paths = f"{ROOT}:{ROOT / 'tests'}"
     folder.mkdir(exist_ok=True)
     return run(command(launcher, 2, program), cwd=folder, PYTHONPATH=paths, FAULT=fault)
@@ -61,7 +64,7 @@ def start(launcher: str, folder: Path, *options: str, backend: str = "ddp", faul
 @pytest.mark.parametrize(("launcher", "backend"), [("--nproc", "ddp"), ("mpirun", "horovod")])
 def test_a_loss_that_is_not_finite_on_one_rank(launcher: str, backend: str, tmp_path: Path) -> None:
     """In step 4 (from 0) of rank 1: all stop there, nothing of it saved; or all skip that one step."""
-    options = ["--model", "factories:Faulty", "--max-steps", "12", "--save-every", "1"]
+    options = ["--model", "factories:Faulty", "--max-steps", "12", "--save-every", "1", "--log-every", "1"]
     result = start(launcher, tmp_path, *options, backend=backend, fault="nan@1")
     assert result.code != 0 and "Traceback" not in result.err, result.text[-3000:]
     assert "The gradient of step 4 (from 0) is not finite; the loss was not on rank 1." in result.err
@@ -76,11 +79,46 @@ def test_a_loss_that_is_not_finite_on_one_rank(launcher: str, backend: str, tmp_
     assert [row["loss"] is None for row in trained] == [step == 4 for step in range(12)], "no sample counted there"
 
 
+@pytest.mark.parametrize(
+    ("every", "lines"), [(["--log-every", "3"], 1), (["--save-every", "2", "--log-every", "50"], 0)]
+)
+def test_one_that_is_seen_some_steps_later(every: list[str], lines: int, tmp_path: Path) -> None:
+    """At the next line of metrics, or before the next save: it is told as that of step 4, and nothing of it is kept."""
+    result = start("--nproc", tmp_path, "--model", "factories:Faulty", "--max-steps", "50", *every, fault="nan@1")
+    assert result.code != 0 and "Traceback" not in result.err, result.text[-3000:]
+    assert "The gradient of step 4 (from 0) is not finite; the loss was not on rank 1." in result.err
+    trained = rows(tmp_path / "run", "train") if lines else []
+    assert [row["step"] for row in trained] == [3] * lines
+    if not lines:
+        assert newest(tmp_path / "run")["progress"]["step"] == 4
+
+
+def adam(*, gradient: float) -> torch.optim.Optimizer:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([parameter, torch.nn.Parameter(torch.ones(0))])
+    parameter.grad = torch.full((3,), gradient)
+    optimizer.step()
+    return optimizer
+
+
+def test_what_must_not_be_saved(tmp_path: Path) -> None:
+    """Large numbers may, of which the sum of squares would overflow."""
+    with connect("local", threads=1, directory=tmp_path) as backend:
+        finite = Finite(backend, skip=False)
+        finite.check(adam(gradient=0.9e19), 1)
+        for gradient in (math.nan, math.inf):
+            with pytest.raises(HvdDDPError, match=r"step 7 \(from 0\) is not finite; all losses were\. Nothing"):
+                finite.check(adam(gradient=gradient), 8)
+        for step, loss in enumerate([1.0, math.inf, math.nan]):
+            finite.stepped(step, torch.tensor(loss))
+        with pytest.raises(HvdDDPError, match=r"step 1 \(from 0\) is not finite; the loss was not on rank 0\."):
+            finite.look(torch.tensor(math.nan))
+
+
 def test_skipping_for_ever_ends(tmp_path: Path) -> None:
     result = start("--nproc", tmp_path, "--lr", "1e38", "--optimizer", "sgd", "--epochs", "20", "--on-nan", "skip")
-    assert (
-        result.code != 0 and "ranks 0, 1. It was not used; all ranks stop. It is number 101 in a row" in result.err
-    ), result.text[-3000:]
+    assert result.code != 0, result.text[-3000:]
+    assert "ranks 0, 1. Nothing of it is saved; all ranks stop. It is number 101 in a row" in result.err
 
 
 def test_early_stop_and_then_nothing_to_do(tmp_path: Path) -> None:
@@ -97,7 +135,8 @@ def test_early_stop_and_then_nothing_to_do(tmp_path: Path) -> None:
 
 def test_the_plateau_schedule_goes_on_where_it_was(tmp_path: Path) -> None:
     """Rates so small that nothing gets better: dropped at every second evaluation after the first."""
-    options = ["--schedule", "plateau", "--patience", "2", "--lr", "1e-30", "--decay-factor", "0.5", "--epochs"]
+    options = ["--schedule", "plateau", "--patience", "2", "--lr", "1e-30", "--decay-factor", "0.5",
+               "--log-every", "1", "--epochs"]  # fmt: skip
     assert start("--nproc", tmp_path, *options, "6").code == 0
     rates = [row["lr"] for row in rows(tmp_path / "run", "train")]
     assert rates == [1e-30 * 0.5 ** max(0, (step // STEPS - 1) // 2) for step in range(6 * STEPS)]
