@@ -112,6 +112,7 @@ def _lead(options: Options, patient: Patient, gathering: Gathering, answers: Ans
         checks.append(check)
         if not options.json:
             show([check], hosts, plain=_plain(patient.launch))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all is known, and is said once
     print(to_json(checks) if options.json else summary(checks, hosts), flush=True)
     code = FAILED if worst(checks) == "failure" else FINISHED
     gathering.end(code)
@@ -120,6 +121,7 @@ def _lead(options: Options, patient: Patient, gathering: Gathering, answers: Ans
 
 def _cut_short(options: Options, patient: Patient, checks: list[Check], hosts: list[str]) -> None:
     """Say all on rank 0 when the launcher ends the job, as it does where a library aborts a rank."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # some launchers send it twice
     what = patient.facts.get("trying", "all_reduce")
     detail = "the launcher ended the job while this was tried: a library aborted a rank, or somebody sent TERM"
     check = failure(what, detail, "See the lines of MPI, and this backend alone with --max-steps 2.")

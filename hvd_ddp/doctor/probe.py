@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 MARK = "hvd_ddp-doctor:"  # before the answer, among whatever libraries print
 LAST_BREATH = 5.0  # seconds in which a killed program's pipes must close
+RULE = re.compile(r"^[-=*]{10,}$", re.MULTILINE)  # MPI frames what it says
 
 
 class NoAnswerError(Exception):
@@ -63,5 +65,7 @@ def code(body: str) -> list[str]:
 def _reason(returncode: int, text: str) -> str:
     if returncode < 0:
         return f"killed by {signal.Signals(-returncode).name}"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:400] if lines else f"it ended with {returncode}"
+    *_, said = ["", *filter(None, map(str.strip, RULE.split(text)))]
+    if text.rstrip().endswith(said):  # the last line alone says why; what MPI has framed is a whole
+        said = said.rpartition("\n")[2]
+    return " ".join(said.split())[:400] or f"it ended with {returncode}"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from launchers import ROOT, environment
 
-from hvd_ddp.doctor import files, place, software
+from hvd_ddp.doctor import files, place, probe, software
 from hvd_ddp.doctor.check import Check, Patient, examine
 from hvd_ddp.job.launch import Launch, detect
 
@@ -28,6 +28,24 @@ def patient(launch: Launch | None = None, *, seconds: float = 100, **folders: Pa
 def named(checks: list[Check], name: str) -> Check:
     (check,) = [check for check in checks if check.name == name]
     return check
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("Traceback\nTypeError: no\n", "TypeError: no"),
+        (f"tried\n{'-' * 74}\nMPI_ABORT was invoked on rank 1\nwith errorcode 7.\n{'-' * 74}\n",
+         "MPI_ABORT was invoked on rank 1 with errorcode 7."),
+        (f"{'=' * 74}\nBAD TERMINATION\n{'=' * 74}\nExit string: Killed\n", "Exit string: Killed"),
+        (f"{'-' * 74}\n", "it ended with 3"),
+        ("", "it ended with 3"),
+    ],
+    ids=["plain", "framed", "after a frame", "a rule", "nothing"],
+)  # fmt: skip
+def test_why_a_program_ended_is_what_it_said_last(text: str, reason: str) -> None:
+    with pytest.raises(probe.NoAnswerError) as caught:
+        probe.ask([sys.executable, "-c", "import sys; sys.stderr.write(sys.argv[1]); sys.exit(3)", text], 20)
+    assert str(caught.value) == reason
 
 
 @pytest.fixture
