@@ -20,7 +20,7 @@ from hvd_ddp.errors import HvdDDPError
 from hvd_ddp.outside import open_regular, read
 
 NAME = re.compile(r"step_(\d{8,})\.pt")
-PIECE = 1 << 22  # bytes read at a time
+PIECE = 1 << 20  # bytes read at a time
 
 
 def save(

@@ -3,8 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from launchers import ROOT, Result, command, run
+
+from hvd_ddp.replicas import PIECE, _checksum
 
 PARTS = """
 import json, sys, torch
@@ -57,6 +61,14 @@ def test_what_differs_is_named(launcher: str, num_ranks: int, backend: str, tmp_
         in moment
     )
     assert "parameter `2.bias` and 1 more differs" in both
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, 3 * PIECE + 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_checksum_is_of_every_bit(size: int, dtype: torch.dtype) -> None:
+    tensor = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    whole = tensor.view(torch.uint8).numpy().view(np.uint8 if tensor.nbytes % 4 else np.int32)
+    assert _checksum(tensor).item() == whole.sum(dtype=np.int64)
 
 
 TRAINED = """
