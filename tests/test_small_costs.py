@@ -173,3 +173,28 @@ def test_memory_that_is_freed_is_not_zeroed_anew() -> None:
         for more in ({}, {"KEEP": "1"}, {"KEEP": "1", "MALLOC_TRIM_THRESHOLD_": "131072"})
     ]
     assert 2 * faults[1] < 100_000 < min(faults[0], faults[2]), faults
+
+
+ENDED = """
+import sys, weakref
+from hvd_ddp.main import main
+from hvd_ddp.trainer import Trainer
+
+living = []
+begin = Trainer.__init__
+
+def begun(self, *arguments, **options):
+    begin(self, *arguments, **options)
+    living.extend(map(weakref.ref, [self, self.model, self.optimizer, self.data, self.backend]))
+
+Trainer.__init__ = begun
+assert main(["train", *sys.argv[1:]]) == 0
+print(len(living), [type(one()).__name__ for one in living if one() is not None])
+"""
+
+
+def test_nothing_of_a_training_outlives_it(tmp_path: Path) -> None:
+    """Or the rank is at its largest when it exits, and Slurm says that it needs so much."""
+    program = [sys.executable, "-c", ENDED, "--model", "factories:Small", "--max-steps", "3", "--threads", "1"]
+    result = run(program, cwd=tmp_path, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    assert result.code == 0 and result.out.splitlines()[-1] == "5 []", result.text

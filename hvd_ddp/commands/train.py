@@ -20,6 +20,7 @@ from hvd_ddp.commands.importing import importing
 from hvd_ddp.commands.options import command_line
 from hvd_ddp.config import TrainConfig
 from hvd_ddp.errors import FINISHED, HvdDDPError
+from hvd_ddp.heap import let_go
 from hvd_ddp.job.launch import detect, is_speaker
 from hvd_ddp.job.scheduler import end_of_allocation
 from hvd_ddp.job.spawn import spawn, wants_ranks
@@ -159,20 +160,35 @@ def train(config: TrainConfig, make: Callable[..., Trainer] | None = None, *, on
     signals = Signals()  # before torch is imported: the warning must not kill a job that is still starting
     warning = getattr(signal, f"SIG{config.signal}")
     signals.catch(warning)
+    # Not where the model is: torch keeps errors of imports that it can do without, and these the frames above them.
+    with importing():
+        import torch._dynamo  # noqa: F401  # 900 files, which the first optimizer would import
+    code = _train(config, make, signals, warning, only_try=only_try)
+    let_go()
+    return code
+
+
+def _train(
+    config: TrainConfig,
+    make: Callable[..., Trainer] | None,
+    signals: Signals,
+    warning: signal.Signals,
+    *,
+    only_try: bool,
+) -> int:
     from hvd_ddp.backends import connect
     from hvd_ddp.job.health import ends_together
 
-    with importing():
-        backend = connect(
-            config.backend,
-            config.transport,
-            config.device,
-            threads=config.threads,
-            directory=config.run_dir or Path("runs"),
-            start_timeout=config.start_timeout,
-            timeout=NO_TIMEOUT,
-            communication=config.communication,
-        )
+    backend = connect(
+        config.backend,
+        config.transport,
+        config.device,
+        threads=config.threads,
+        directory=config.run_dir or Path("runs"),
+        start_timeout=config.start_timeout,
+        timeout=NO_TIMEOUT,
+        communication=config.communication,
+    )
     stop = backend.meeting.stop
     stop.signals, stop.warning = signals, warning
     with ends_together(backend.meeting, timeout=config.timeout), backend:
@@ -186,8 +202,7 @@ def train(config: TrainConfig, make: Callable[..., Trainer] | None = None, *, on
             data = load_data(config.data, config.data_dir, backend, stage=config.stage)
         with backend.meeting.pulse.long_work("building the model"):
             model = load_model(config, data, backend)
-            with importing():
-                optimizer = build(config, model)  # imports torch._dynamo: some 900 files
+            optimizer = build(config, model)
         trainer = (make or Trainer)(config, model, optimizer, data, backend)
         if only_try:
             from hvd_ddp.commands.dry_run import dry_run
