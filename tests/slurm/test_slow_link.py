@@ -37,5 +37,6 @@ def test_compression_pays(backend: str, transport: str, names: list[str], two: C
     line = next(line for line in result.out.splitlines() if line.startswith("speeds "))
     speeds = json.loads(line.removeprefix("speeds "))
     medians = {name: statistics.median(values) for name, values in speeds.items()}
+    print(f"{backend} {transport}: steps a second {medians} of {speeds}")
     for name in names[1:]:
         assert medians[name] >= WANTED[name] * medians["none"], speeds
