@@ -108,7 +108,10 @@ def start_own(folder: Path, num_ranks: int, steps: int, workers: int) -> list[li
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("num_ranks", "workers"), [(1, 0), (2, 3), (3, 1), (4, 0)])
+@pytest.mark.parametrize(
+    ("num_ranks", "workers"),
+    [pytest.param(1, 0, marks=pytest.mark.full), (2, 3), (3, 1), pytest.param(4, 0, marks=pytest.mark.full)],
+)
 def test_own_samples_on_any_number_of_ranks_and_workers(
     num_ranks: int, workers: int, jittered_steps: list, tmp_path: Path
 ) -> None:
