@@ -133,6 +133,7 @@ def test_early_stop_and_then_nothing_to_do(tmp_path: Path) -> None:
     assert summary(tmp_path / "run")["steps"] == 5 * STEPS
 
 
+@pytest.mark.full
 def test_the_plateau_schedule_goes_on_where_it_was(tmp_path: Path) -> None:
     """Rates so small that nothing gets better: dropped at every second evaluation after the first."""
     options = ["--schedule", "plateau", "--patience", "2", "--lr", "1e-30", "--decay-factor", "0.5",

@@ -79,6 +79,7 @@ def test_what_is_here_and_what_is_not(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "left behind"
 
 
+@pytest.mark.full
 def test_one_that_fails_is_named_and_the_others_are_kept(tmp_path: Path) -> None:
     """Here a JAX that can't be imported."""
     libraries = tmp_path / "libraries"

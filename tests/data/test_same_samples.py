@@ -118,6 +118,7 @@ def test_own_samples_on_any_number_of_ranks_and_workers(
     assert start_own(tmp_path, num_ranks, 18, workers) == jittered_steps
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_own_samples_across_stops(jittered_steps: list, tmp_path: Path) -> None:
     """Stopped twice in one epoch; other ranks, other workers each time."""
